@@ -127,7 +127,7 @@ def mask_uninformative_groups(
     uids = batch.metadata["uids"]
     masked_B = torch.zeros(len(batch), dtype=torch.bool)
     metrics: Metrics = {}
-    if AdvantageEstimatorRegistry.requirements(algorithm.advantage_estimator).groups:
+    if AdvantageEstimatorRegistry.get_requirements(algorithm.advantage_estimator).groups:
         masked_B |= _lone_rows(batch)
         metrics["loss/num_lone_samples"] = float(len(_prompts_of(uids, masked_B)))
     zero_variance_B = zero_variance_rows(_of_first_rows(batch, scores), uids, algorithm.zero_variance_filter_tol)
@@ -185,7 +185,7 @@ def add_advantages(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> Pre
     survivors = batch.rows(valid_B)
     names = [name for name, is_valid in zip(_trajectories(batch), valid_B.tolist(), strict=True) if is_valid]
     uids = [uid for uid, is_valid in zip(batch.metadata["uids"], valid_B.tolist(), strict=True) if is_valid]
-    requires = AdvantageEstimatorRegistry.requirements(algorithm.advantage_estimator)
+    requires = AdvantageEstimatorRegistry.get_requirements(algorithm.advantage_estimator)
     if "trajectory_ids" in batch.metadata and not requires.single_tokens:
         values = _by_trajectory(survivors, algorithm, names, uids)
     else:

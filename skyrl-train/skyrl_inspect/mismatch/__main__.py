@@ -38,9 +38,9 @@ from skyrl_inspect.mismatch.report import Report, make_report
 from skyrl_train.config import SkyRLConfig, config_dir, register_config_store
 from skyrl_train.config.base import BaseConfig
 from skyrl_train.config.config import DataConfig, get_config_as_dict
-from skyrl_train.config.document import field_meanings
+from skyrl_train.config.document import read_field_meanings
 from skyrl_train.config.engine_kinds import EngineRegistry
-from skyrl_train.config.typed import Choices, expectation, reference
+from skyrl_train.config.typed import Choices, describe_expectation, make_reference
 from skyrl_train.config.validation import validate_generator_cfg
 from skyrl_train.dataset.dataset import PromptDataset
 from skyrl_train.entrypoints.engines import engine_factory, remote_engine
@@ -55,7 +55,7 @@ from skyrl_train.utils.io import expand_path, write_atomically
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
 
-Backend = Annotated[str, Choices(EngineRegistry.registrations)]
+Backend = Annotated[str, Choices(EngineRegistry.list_registrations)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 _SEQUENCES_AT_A_TIME = 64
@@ -107,7 +107,7 @@ class MismatchConfig(BaseConfig):
     """Largest accepted mean difference [nats]: the command ends with exit code 1 above it, or if nothing could be
     measured. null: no limit."""
 
-    output: str = reference("${trainer.run_dir}/mismatch.json")
+    output: str = make_reference("${trainer.run_dir}/mismatch.json")
     """Path of the report in JSON."""
 
 
@@ -148,7 +148,7 @@ def validated(cfg: DictConfig | MismatchRunConfig) -> MismatchRunConfig:
             f"mismatch.samplings has {unknown[0]!r}; there are {', '.join([OWN_SAMPLING, *SAMPLINGS])}. For another "
             "one set generator.sampling_params"
         )
-    missing = [name for name in settings.engines or () if not EngineRegistry.requirements(name).is_installed]
+    missing = [name for name in settings.engines or () if not EngineRegistry.get_requirements(name).is_installed]
     if missing and typed.generator.run_engines_locally:
         raise ConfigError(f"mismatch.engines has {missing[0]}, which is not installed; INSTALL.md says how to")
     return typed
@@ -233,10 +233,10 @@ def engines_of(cfg: MismatchRunConfig, questions: Questions) -> Iterator[tuple[E
         for url in generator.remote_inference_engine_urls:
             yield EngineName(backend="server", dtype=None, url=url), partial(_remote, cfg, url)
         return
-    device = cfg.trainer.placement.resolved_device()
+    device = cfg.trainer.placement.resolve_device()
     for backend in cfg.mismatch.engines or _installed_engines():
         for dtype in cfg.mismatch.dtypes:
-            has_choice = EngineRegistry.requirements(backend).attention_choice
+            has_choice = EngineRegistry.get_requirements(backend).attention_choice
             for attention in cfg.mismatch.attention if has_choice else ["default"]:
                 name = EngineName(backend=backend, dtype=dtype, attention=attention)
                 yield name, engine_factory(_settings_of(cfg, name, questions), device)
@@ -260,7 +260,7 @@ def _settings_of(cfg: MismatchRunConfig, name: EngineName, questions: Questions)
 
 
 def _installed_engines() -> list[str]:
-    return [name for name, entry in EngineRegistry.registrations().items() if entry.requires.is_installed]
+    return [name for name, entry in EngineRegistry.list_registrations().items() if entry.requires.is_installed]
 
 
 def _remote(cfg: MismatchRunConfig, url: str) -> InferenceEngineInterface:
@@ -308,9 +308,9 @@ def publish(report: Report, cfg: MismatchRunConfig, tokenizer: PreTrainedTokeniz
 def help_text() -> str:
     """Return the help of this command and its own settings."""
     hints = get_type_hints(MismatchConfig, include_extras=True)
-    meanings, defaults = field_meanings(MismatchConfig), asdict(MismatchConfig())
+    meanings, defaults = read_field_meanings(MismatchConfig), asdict(MismatchConfig())
     lines = [
-        f"  mismatch.{setting.name}={json.dumps(defaults[setting.name])}  ({expectation(hints[setting.name])})\n"
+        f"  mismatch.{setting.name}={json.dumps(defaults[setting.name])}  ({describe_expectation(hints[setting.name])})\n"
         f"      {meanings[setting.name]}"
         for setting in fields(MismatchConfig)
     ]

@@ -112,7 +112,7 @@ def _alone(cfg: SkyRLConfig) -> SkyRLConfig:
 
 
 def _device(cfg: SkyRLConfig) -> torch.device:
-    return torch.device("cuda:0" if cfg.trainer.placement.resolved_device() == "cuda" else "cpu")
+    return torch.device("cuda:0" if cfg.trainer.placement.resolve_device() == "cuda" else "cpu")
 
 
 def _padded(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[torch.Tensor, torch.Tensor, int]:

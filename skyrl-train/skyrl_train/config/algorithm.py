@@ -124,11 +124,14 @@ class OverlongBufferConfig(BaseConfig):
     = `max_generate_length` + `generator.max_input_length`; milder, because few prompts reach their limit."""
 
 
-def _registrations() -> list[Registration[Any, Any]]:
-    return [*PolicyLossRegistry.registrations().values(), *AdvantageEstimatorRegistry.registrations().values()]
+def _list_registrations() -> list[Registration[Any, Any]]:
+    return [
+        *PolicyLossRegistry.list_registrations().values(),
+        *AdvantageEstimatorRegistry.list_registrations().values(),
+    ]
 
 
-def registered_sections() -> dict[str, type[object]]:
+def list_registered_sections() -> dict[str, type[object]]:
     """Return the settings dataclasses of all registered losses and estimators that have settings, by name.
 
     Raises:
@@ -136,7 +139,7 @@ def registered_sections() -> dict[str, type[object]]:
     """
     declared = {field.name for field in fields(_DeclaredSettings)}
     sections: dict[str, type[Any]] = {}
-    for entry in _registrations():
+    for entry in _list_registrations():
         if entry.settings is None:
             continue
         if not entry.name.isidentifier() or entry.name in declared or entry.name in sections:
@@ -252,21 +255,21 @@ class _DeclaredSettings(BaseConfig):
     entropy_loss_coef: float = 0.01
     """Weight of the entropy bonus."""
 
-    sections: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: registered_sections})
+    sections: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: list_registered_sections})
     """Settings of registered losses and advantage estimators, by registered name."""
 
     def __post_init__(self) -> None:
         # Built-in sections always exist because they belong to the fingerprint of every run. A custom section exists
         # only if its loss or estimator is used: other registrations of a module must not change the experiment.
         used = (self.policy_loss_type, self.advantage_estimator)
-        for entry in _registrations():
+        for entry in _list_registrations():
             if entry.settings is not None and (entry.is_builtin or entry.name in used):
                 self.sections.setdefault(entry.name, entry.settings())
 
     @property
     def loss_reads_rollout_log_probs(self) -> bool:
         """Whether the policy loss itself uses the log-probs reported by the rollout engine."""
-        requires = PolicyLossRegistry.requirements(self.policy_loss_type)
+        requires = PolicyLossRegistry.get_requirements(self.policy_loss_type)
         if requires.rollout_log_probs_with is None:
             return requires.rollout_log_probs
         setting, choice = requires.rollout_log_probs_with
@@ -275,7 +278,7 @@ class _DeclaredSettings(BaseConfig):
     @property
     def uses_reference_model(self) -> bool:
         """Whether a reference model is loaded at all."""
-        loss = PolicyLossRegistry.requirements(self.policy_loss_type)
+        loss = PolicyLossRegistry.get_requirements(self.policy_loss_type)
         return self.use_kl_loss or self.use_kl_in_reward or loss.reference_model
 
 
@@ -286,14 +289,16 @@ class AlgorithmConfig(_DeclaredSettings):
 
         def __init__(self, **values: Any):
             declared = {field.name for field in fields(self)}
-            sections = {name: values.pop(name) for name in registered_sections() if name in values.keys() - declared}
+            sections = {
+                name: values.pop(name) for name in list_registered_sections() if name in values.keys() - declared
+            }
             super().__init__(**values | {"sections": values.get("sections", {}) | sections})
 
         def __getattr__(self, name: str) -> Any:
             """Return the settings of the loss or estimator `name`. Called for names that are not declared settings."""
             sections = self.__dict__.get("sections", {})
             if name not in sections:
-                settings = None if name.startswith("_") else registered_sections().get(name)
+                settings = None if name.startswith("_") else list_registered_sections().get(name)
                 if settings is None:
                     raise AttributeError(f"trainer.algorithm has no setting {name}")
                 sections[name] = settings()
@@ -311,7 +316,7 @@ class AlgorithmConfig(_DeclaredSettings):
         for value in self.sections.values():
             if isinstance(value, settings):
                 return value
-        for name, registered in registered_sections().items():
+        for name, registered in list_registered_sections().items():
             if registered is settings:
                 return self.sections.setdefault(name, settings())
         raise KeyError(f"no registered loss or estimator has settings of the type {settings.__name__}")

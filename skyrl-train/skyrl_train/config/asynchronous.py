@@ -60,6 +60,6 @@ class FullyAsyncConfig(BaseConfig):
     """Timeout of the generation of a group, in seconds, weight syncs included. Another group replaces one that exceeds
     it."""
 
-    def max_running(self, groups_per_step: int) -> int:
+    def get_max_running(self, groups_per_step: int) -> int:
         """Return the number of groups that are generated concurrently (K)."""
         return self.num_parallel_generation_workers or min(768, groups_per_step * (self.max_staleness_steps + 1))

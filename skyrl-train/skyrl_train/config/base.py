@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.config.other_releases import translated
+from skyrl_train.config.other_releases import translate_settings
 from skyrl_train.config.typed import build, to_dict
 from skyrl_train.errors import ConfigError
 
@@ -25,7 +25,7 @@ class BaseConfig:
         Raises:
             ConfigError: an unknown name, a type or choice that does not fit, or a missing value.
         """
-        return build(cls, translated(plain(values), lambda: default_values(cls)))
+        return build(cls, translate_settings(to_plain_values(values), lambda: get_default_values(cls)))
 
     @classmethod
     def from_dict_config(cls, values: "Mapping[str, object] | DictConfig") -> "Self":
@@ -33,7 +33,7 @@ class BaseConfig:
         return cls.from_dict(values)
 
 
-def default_values(config_type: type[Any]) -> dict[str, Any]:
+def get_default_values(config_type: type[Any]) -> dict[str, Any]:
     """Return the defaults as plain values. References to other settings stay text, so that Hydra resolves them last."""
     return {
         field.name: to_dict(field.default if field.default_factory is MISSING else field.default_factory())
@@ -41,7 +41,7 @@ def default_values(config_type: type[Any]) -> dict[str, Any]:
     }
 
 
-def plain(values: "Mapping[str, object] | DictConfig") -> dict[str, Any]:
+def to_plain_values(values: "Mapping[str, object] | DictConfig") -> dict[str, Any]:
     """Convert a dict or a DictConfig to plain values."""
     if isinstance(values, dict):
         return values

@@ -14,7 +14,7 @@ import yaml
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.asynchronous import FullyAsyncConfig
-from skyrl_train.config.base import BaseConfig, plain
+from skyrl_train.config.base import BaseConfig, to_plain_values
 from skyrl_train.config.deepspeed import DeepSpeedConfig
 from skyrl_train.config.distillation import DistillationConfig
 from skyrl_train.config.generation import Device, GeneratorConfig
@@ -116,7 +116,7 @@ class PlacementConfig(BaseConfig):
         """Number of reference workers."""
         return self.ref_num_nodes * self.ref_num_gpus_per_node
 
-    def resolved_device(self) -> Device:
+    def resolve_device(self) -> Device:
         """Return `device`, with `auto` resolved for this machine. Call it on the driver: Ray hides GPUs from tasks
         without one.
         """
@@ -141,7 +141,7 @@ class TrainerConfig(BaseConfig):
     """Log utilization and memory of every GPU that trains the policy, and memory of its machine, as means over the step
     (`gpu/…`). No effect without GPUs and nvidia-smi. (The name matches other releases.)"""
 
-    strategy: Annotated[str, Choices(TrainingBackendRegistry.registrations)] = "fsdp2"
+    strategy: Annotated[str, Choices(TrainingBackendRegistry.list_registrations)] = "fsdp2"
     """Training backend: how model parameters are stored, sharded over ranks and updated."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -397,7 +397,7 @@ class SkyRLGymConfig(BaseConfig):
     env_configs: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=REST)
     """Environment id -> `env_config` passed to the environment."""
 
-    def env_config(self, env_class: str) -> dict[str, Any]:
+    def get_env_config(self, env_class: str) -> dict[str, Any]:
         """Return the section of the environment `env_class`, or an empty one.
 
         The section of an environment given as "package.module:Class" is named after the class.
@@ -439,7 +439,7 @@ class SkyRLConfig(BaseConfig):
 
 def get_config_as_dict(config: "BaseConfig | Mapping[str, Any] | DictConfig") -> dict[str, Any]:
     """Convert settings of any form to plain values, with interpolations resolved."""
-    return to_dict(config) if isinstance(config, BaseConfig) else plain(config)
+    return to_dict(config) if isinstance(config, BaseConfig) else to_plain_values(config)
 
 
 def get_config_as_yaml_str(config: "BaseConfig | Mapping[str, Any] | DictConfig") -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
 from skyrl_train.config.base import BaseConfig
-from skyrl_train.config.typed import reference
+from skyrl_train.config.typed import make_reference
 
 Group = TypeVar("Group")
 Amount = int | float | Literal["auto"]
@@ -142,11 +142,13 @@ class DeepSpeedConfig(BaseConfig):
     eval: DeepSpeedEvalConfig = field(default_factory=DeepSpeedEvalConfig)
 
 
-def shared(group: type[Group], name: str) -> Group:
+def build_references(group: type[Group], name: str) -> Group:
     """Build settings that each refer to the setting of the same name in section `name`."""
     defaults = group()
     values: dict[str, Any] = {}
     for setting in fields(group):  # type: ignore[arg-type]
         value, full_name = getattr(defaults, setting.name), f"{name}.{setting.name}"
-        values[setting.name] = shared(type(value), full_name) if is_dataclass(value) else reference(f"${{{full_name}}}")
+        values[setting.name] = (
+            build_references(type(value), full_name) if is_dataclass(value) else make_reference(f"${{{full_name}}}")
+        )
     return group(**values)

@@ -24,7 +24,7 @@ def _accept(_: object) -> None:
     """Check nothing."""
 
 
-def _no_keywords(_cfg: "SkyRLConfig", _device: str) -> dict[str, Any]:
+def _get_no_keywords(_cfg: "SkyRLConfig", _device: str) -> dict[str, Any]:
     return {}
 
 
@@ -86,7 +86,7 @@ class EngineTraits:
     adapter_slots: tuple[str, int] = ("max_loras", 0)
     """(keyword for the number of adapters loaded at a time, slots needed beyond those in use)."""
 
-    keywords: Callable[["SkyRLConfig", str], dict[str, Any]] = _no_keywords
+    keywords: Callable[["SkyRLConfig", str], dict[str, Any]] = _get_no_keywords
     """(settings, device) -> builder keywords in addition to the common ones."""
 
     check_settings: Callable[["GeneratorConfig"], None] = _accept
@@ -112,19 +112,19 @@ EngineRegistry: Registry[Callable[..., Any], EngineTraits] = Registry(
 )
 """Name -> builder, which is called with keywords in the engine's process and imports its library there."""
 
-register_engine = EngineRegistry.decorator
+register_engine = EngineRegistry.build_decorator
 
 
-def backend_choices() -> list[str]:
+def get_backend_choices() -> list[str]:
     """Return the allowed values of `generator.backend`."""
-    return ["auto", *EngineRegistry.registrations()]
+    return ["auto", *EngineRegistry.list_registrations()]
 
 
-def automatic_backend(device: str) -> str:
+def select_automatic_backend(device: str) -> str:
     """Return the kind that `generator.backend=auto` selects on `device`."""
     ranks = {
         name: registration.requires.automatic[device]
-        for name, registration in EngineRegistry.registrations().items()
+        for name, registration in EngineRegistry.list_registrations().items()
         if device in registration.requires.automatic and registration.requires.is_installed
     }
     return max(ranks, key=lambda name: ranks[name])

@@ -9,10 +9,10 @@ import hashlib
 import json
 import os
 
-from skyrl_train.config.typed import is_among, leaves, to_dict
+from skyrl_train.config.typed import is_among, iter_settings, to_dict
 
 PLACEHOLDER = "{fingerprint}"
-"""Text that `settings_fingerprint` replaces in a setting such as `trainer.run_name`."""
+"""Text that `fill_fingerprint` replaces in a setting such as `trainer.run_name`."""
 
 # fmt: off
 DEFINING = (
@@ -112,21 +112,21 @@ _PATHS = (
 # fmt: on
 
 
-def flat_settings(config: object) -> dict[str, object]:
+def flatten_settings(config: object) -> dict[str, object]:
     """Return all settings of `config` by full name, as JSON values."""
-    values = {name: to_dict(getattr(section, field.name)) for name, section, field in leaves(config)}
+    values = {name: to_dict(getattr(section, field.name)) for name, section, field in iter_settings(config)}
     return json.loads(json.dumps(values, default=str))
 
 
-def settings_fingerprint(config: object) -> str:
+def compute_settings_fingerprint(config: object) -> str:
     """Return 8 hex digits of a hash over all settings that are not operational.
 
     Existing paths are made absolute, so that `data.jsonl` in two folders gives two experiments.
     """
-    settings = {name: value for name, value in flat_settings(config).items() if not is_among(name, OPERATIONAL)}
+    settings = {name: value for name, value in flatten_settings(config).items() if not is_among(name, OPERATIONAL)}
     for name in _PATHS:
         if name in settings:
-            settings[name] = _absolute(settings[name])
+            settings[name] = _to_absolute_path(settings[name])
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -134,17 +134,17 @@ def fill_fingerprint(config: object) -> None:
     """Replace the placeholder in all text settings of `config`, in place."""
     texts = [
         (section, field.name)
-        for _, section, field in leaves(config)
+        for _, section, field in iter_settings(config)
         if isinstance(value := getattr(section, field.name), str) and PLACEHOLDER in value
     ]
     if texts:
-        fingerprint = settings_fingerprint(config)
+        fingerprint = compute_settings_fingerprint(config)
         for section, name in texts:
             setattr(section, name, getattr(section, name).replace(PLACEHOLDER, fingerprint))
 
 
-def _absolute(value: object) -> object:
+def _to_absolute_path(value: object) -> object:
     if isinstance(value, list):
-        return [_absolute(item) for item in value]
+        return [_to_absolute_path(item) for item in value]
     path = os.path.abspath(os.path.expanduser(value)) if isinstance(value, str) else ""
     return path if os.path.exists(path) else value

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from skyrl_train.config.base import BaseConfig
-from skyrl_train.config.engine_kinds import automatic_backend, backend_choices
+from skyrl_train.config.engine_kinds import select_automatic_backend, get_backend_choices
 from skyrl_train.config.harness import HarnessConfig
-from skyrl_train.config.typed import Choices, reference
+from skyrl_train.config.typed import Choices, make_reference
 
 Device = Literal["cpu", "cuda"]
 
@@ -45,9 +45,9 @@ class SamplingParams(BaseConfig):
     """Further arguments of the engine's sampling parameters, such as `stop_token_ids` or `min_tokens`."""
 
 
-def _eval_sampling_params() -> SamplingParams:
+def _build_eval_sampling_params() -> SamplingParams:
     return SamplingParams(
-        temperature=0.0, max_generate_length=reference("${generator.sampling_params.max_generate_length}")
+        temperature=0.0, max_generate_length=make_reference("${generator.sampling_params.max_generate_length}")
     )
 
 
@@ -73,7 +73,7 @@ class GeneratorConfig(BaseConfig):
 
     harness: HarnessConfig = field(default_factory=HarnessConfig)
 
-    backend: Annotated[str, Choices(backend_choices)] = "auto"
+    backend: Annotated[str, Choices(get_backend_choices)] = "auto"
     """Rollout engine. `native`: transformers models in this package's own generation loop, on CPU and CUDA. `vllm`,
     `sglang`: optional extras. `auto`: vllm on CUDA if it is installed, else native; servers started elsewhere are asked
     for their kind."""
@@ -89,7 +89,7 @@ class GeneratorConfig(BaseConfig):
     """File whose only line is the API key of these servers, sent with every request. null: the environment variable
     `SKYRL_ENGINE_API_KEY`, if set. The key itself is not a setting, so that it appears in no log."""
 
-    model_name: str = reference("${trainer.policy.model.path}")
+    model_name: str = make_reference("${trainer.policy.model.path}")
     """Model that the engines load."""
 
     model_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -157,7 +157,7 @@ class GeneratorConfig(BaseConfig):
     only values that changed, compressed, over the transport that `auto` would choose. `auto`: shared memory (CPU) or
     CUDA IPC if workers and engines share devices, files for servers started elsewhere, else broadcast."""
 
-    weight_sync_directory: str = reference("${trainer.run_dir}/weight_sync")
+    weight_sync_directory: str = make_reference("${trainer.run_dir}/weight_sync")
     """Folder for the files of `checkpoint` and `adapter`, which engines must see under the same path; `delta` stores
     the last weights it sent here."""
 
@@ -219,13 +219,13 @@ class GeneratorConfig(BaseConfig):
     eval_n_samples_per_prompt: int = 1
     """Samples per evaluation prompt."""
 
-    seed: int = reference("${trainer.seed}")
+    seed: int = make_reference("${trainer.seed}")
     """Random seed of sampling."""
 
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    eval_sampling_params: SamplingParams = field(default_factory=_eval_sampling_params)
+    eval_sampling_params: SamplingParams = field(default_factory=_build_eval_sampling_params)
 
-    max_input_length: int = reference("${trainer.max_prompt_length}")
+    max_input_length: int = make_reference("${trainer.max_prompt_length}")
     """Maximum number of input tokens of an engine at any turn; a longer conversation ends with stop reason `length`."""
 
     max_turns: int = 1
@@ -289,20 +289,20 @@ class GeneratorConfig(BaseConfig):
         copies = self.inference_engine_tensor_parallel_size * self.inference_engine_data_parallel_size
         return copies * self.inference_engine_pipeline_parallel_size
 
-    def resolved_backend(self, device: Device) -> str:
+    def resolve_backend(self, device: Device) -> str:
         """Return `backend`, with `auto` resolved for engines that this run starts on `device`."""
-        return automatic_backend(device) if self.backend == "auto" else self.backend
+        return select_automatic_backend(device) if self.backend == "auto" else self.backend
 
     @property
     def syncs_all_weights(self) -> bool:
         """True if every weight sync sends all weights, so that engines may free theirs before it."""
         return self.weight_sync_strategy not in ("adapter", "delta")
 
-    def resolved_enforce_eager(self, device: Device) -> bool:
+    def resolve_enforce_eager(self, device: Device) -> bool:
         """Return `enforce_eager`, with None resolved for engines on `device`."""
         return device == "cpu" if self.enforce_eager is None else self.enforce_eager
 
-    def resolved_weight_sync_backend(self, device: Device) -> Literal["nccl", "gloo"]:
+    def resolve_weight_sync_backend(self, device: Device) -> Literal["nccl", "gloo"]:
         """Return `weight_sync_backend`, with `auto` resolved for models on `device`."""
         if self.weight_sync_backend != "auto":
             return self.weight_sync_backend

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from skyrl_train.config.base import BaseConfig
 from skyrl_train.config.bounds import AtLeast
-from skyrl_train.config.deepspeed import DeepSpeedEvalConfig, DeepSpeedTrainConfig, shared
+from skyrl_train.config.deepspeed import DeepSpeedEvalConfig, DeepSpeedTrainConfig, build_references
 from skyrl_train.config.megatron import MegatronConfig, MegatronModelConfig
-from skyrl_train.config.typed import reference
+from skyrl_train.config.typed import make_reference
 
 
 @dataclass(kw_only=True)
@@ -167,7 +167,7 @@ class PolicyConfig(BaseConfig):
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
     deepspeed_config: DeepSpeedTrainConfig = field(
-        default_factory=lambda: shared(DeepSpeedTrainConfig, "deepspeed_config.train")
+        default_factory=lambda: build_references(DeepSpeedTrainConfig, "deepspeed_config.train")
     )
 
     torch_profiler_config: TorchProfilerConfig = field(default_factory=TorchProfilerConfig)
@@ -206,7 +206,7 @@ class CriticConfig(BaseConfig):
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
     deepspeed_config: DeepSpeedTrainConfig = field(
-        default_factory=lambda: shared(DeepSpeedTrainConfig, "deepspeed_config.train")
+        default_factory=lambda: build_references(DeepSpeedTrainConfig, "deepspeed_config.train")
     )
 
     sequence_parallel_size: int = 1
@@ -221,11 +221,11 @@ class CriticConfig(BaseConfig):
 class RefConfig(BaseConfig):
     """Frozen reference model of the KL penalty. Loaded only if a KL term is enabled or the loss needs it."""
 
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(path=reference("${trainer.policy.model.path}")))
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(path=make_reference("${trainer.policy.model.path}")))
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron_config: MegatronModelConfig = field(default_factory=MegatronModelConfig)
     deepspeed_config: DeepSpeedEvalConfig = field(
-        default_factory=lambda: shared(DeepSpeedEvalConfig, "deepspeed_config.eval")
+        default_factory=lambda: build_references(DeepSpeedEvalConfig, "deepspeed_config.eval")
     )
 
     sequence_parallel_size: int = 1

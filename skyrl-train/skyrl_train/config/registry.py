@@ -69,10 +69,10 @@ class Registry(Generic[Entry, Requirements]):
 
     def unregister(self, name: str) -> None:
         """Remove an entry. Raises ValueError if the name is unknown."""
-        self.registration(name)
+        self.get_registration(name)
         del self._registrations[name]
 
-    def registration(self, name: str) -> Registration[Entry, Requirements]:
+    def get_registration(self, name: str) -> Registration[Entry, Requirements]:
         """Return the registration of `name`. Raises ValueError that lists the known names if it is unknown."""
         self._load()
         if name not in self._registrations:
@@ -84,30 +84,30 @@ class Registry(Generic[Entry, Requirements]):
 
     def get(self, name: str) -> Entry:
         """Return the entry. Raises ValueError that lists the known names if `name` is unknown."""
-        return self.registration(name).entry
+        return self.get_registration(name).entry
 
-    def requirements(self, name: str) -> Requirements:
+    def get_requirements(self, name: str) -> Requirements:
         """Return the entry's requirements, or the default requirements if `name` is unknown."""
-        return self.registration(name).requires if name in self else self._no_requirements
+        return self.get_registration(name).requires if name in self else self._no_requirements
 
     def list_available(self) -> list[str]:
-        return sorted(self.registrations())
+        return sorted(self.list_registrations())
 
-    def registrations(self) -> dict[str, Registration[Entry, Requirements]]:
+    def list_registrations(self) -> dict[str, Registration[Entry, Requirements]]:
         """Return all registrations by name, in registration order."""
         self._load()
         return dict(self._registrations)
 
-    def decorator(
+    def build_decorator(
         self, name: str, *, requires: Requirements | None = None, settings: type[object] | None = None
     ) -> Callable[[AnyEntry], AnyEntry]:
         """Return a decorator that registers a function or class and returns it unchanged."""
 
-        def keep(entry: AnyEntry) -> AnyEntry:
+        def register_entry(entry: AnyEntry) -> AnyEntry:
             self.register(name, entry, requires=requires, settings=settings)  # type: ignore[arg-type]
             return entry
 
-        return keep
+        return register_entry
 
     def __contains__(self, name: str) -> bool:
         self._load()

@@ -73,6 +73,6 @@ AdvantageEstimatorRegistry: Registry[Callable[..., Any], EstimatorRequirements] 
     "advantage estimator", EstimatorRequirements, ("skyrl_train.algorithms.advantages",)
 )
 
-register_policy_loss = PolicyLossRegistry.decorator
-register_token_selector = TokenSelectorRegistry.decorator
-register_advantage_estimator = AdvantageEstimatorRegistry.decorator
+register_policy_loss = PolicyLossRegistry.build_decorator
+register_token_selector = TokenSelectorRegistry.build_decorator
+register_advantage_estimator = AdvantageEstimatorRegistry.build_decorator

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_train.config.base import BaseConfig, default_values
+from skyrl_train.config.base import BaseConfig, get_default_values
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.errors import ConfigError
 
@@ -105,6 +105,6 @@ def get_default_config(config_type: type[BaseConfig] = SkyRLConfig) -> "DictConf
             if isinstance(child, DictConfig):
                 accept_unknown_names(child)
 
-    defaults = OmegaConf.create(default_values(config_type))
+    defaults = OmegaConf.create(get_default_values(config_type))
     accept_unknown_names(defaults)
     return defaults

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.base import BaseConfig, default_values, plain
+from skyrl_train.config.base import BaseConfig, get_default_values, to_plain_values
 from skyrl_train.config.config import PlacementConfig, SkyRLConfig, TrainerConfig
 from skyrl_train.config.deepspeed import DeepSpeedConfig
-from skyrl_train.config.other_releases import translated
-from skyrl_train.config.typed import build, is_among, leaves, resolve_references
+from skyrl_train.config.other_releases import translate_settings
+from skyrl_train.config.typed import build, is_among, iter_settings, resolve_references
 from skyrl_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,13 +74,13 @@ class SupervisedConfig(BaseConfig):
         """Build the settings. Missing values get the defaults of this class, not the defaults of reinforcement
         learning.
         """
-        defaults = default_values(cls)
-        return build(cls, _merged(defaults, translated(plain(values), lambda: defaults)))
+        defaults = get_default_values(cls)
+        return build(cls, _merge_values(defaults, translate_settings(to_plain_values(values), lambda: defaults)))
 
     def __post_init__(self) -> None:
         resolve_references(self)
 
-    def as_training_config(self) -> SkyRLConfig:
+    def to_training_config(self) -> SkyRLConfig:
         """Convert to worker settings. The divisor of `seq_mean_token_sum_norm` defaults to `data.max_length`."""
         algorithm = self.trainer.algorithm
         if algorithm.max_seq_len is None:
@@ -103,12 +103,12 @@ class PreferenceConfig(SupervisedConfig):
     )
 
 
-def _merged(base: dict[str, object], changes: Mapping[str, object]) -> dict[str, object]:
+def _merge_values(base: dict[str, object], changes: Mapping[str, object]) -> dict[str, object]:
     """Merge the values of `changes` into a copy of `base`."""
     merged = dict(base)
     for name, value in changes.items():
         known = merged.get(name)
-        merged[name] = _merged(known, value) if isinstance(known, dict) and isinstance(value, Mapping) else value
+        merged[name] = _merge_values(known, value) if isinstance(known, dict) and isinstance(value, Mapping) else value
     return merged
 
 
@@ -138,7 +138,7 @@ _OF_ROLLOUTS = ("trainer.policy.routing_replay", "trainer.policy.sampling_mask_r
 """Settings that supervised training rejects: they replay rollout routing or sampling."""
 
 
-def check_read(config: SupervisedConfig) -> None:
+def check_unread_settings(config: SupervisedConfig) -> None:
     """Raise ConfigError if a setting of `trainer` was changed that this kind of training ignores."""
     own = _OF_PREFERENCES if isinstance(config, PreferenceConfig) else _OF_DEMONSTRATIONS
     of_loss = f"algorithm.{config.trainer.algorithm.policy_loss_type}."
@@ -147,8 +147,8 @@ def check_read(config: SupervisedConfig) -> None:
         "trainer": {"policy": {"model": {"path": config.trainer.policy.model.path}}}
     }  # other settings refer to it
     unchanged = type(config).from_dict(same_model)
-    defaults = {name: getattr(section, leaf.name) for name, section, leaf in leaves(unchanged)}
-    for name, section, leaf in leaves(config):
+    defaults = {name: getattr(section, leaf.name) for name, section, leaf in iter_settings(unchanged)}
+    for name, section, leaf in iter_settings(config):
         is_read = not name.startswith("trainer.") or (is_among(name, read) and name not in _OF_ROLLOUTS)
         if not is_read and getattr(section, leaf.name) != defaults[name]:
             kind = "preference" if isinstance(config, PreferenceConfig) else "supervised"

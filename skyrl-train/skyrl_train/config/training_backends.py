@@ -18,7 +18,7 @@ def _accept(*_args: object) -> None:
     """Check nothing."""
 
 
-def _sequence_parallel_size(settings: Any) -> int:
+def _get_sequence_parallel_size(settings: Any) -> int:
     return settings.sequence_parallel_size
 
 
@@ -55,7 +55,7 @@ class TrainingBackendTraits:
     candidates: bool = False
     """Scores tokens that were not sampled (`trainer.distillation.tokens=top_k` and `full`)."""
 
-    ranks_per_replica: Callable[[Any], int] = _sequence_parallel_size
+    ranks_per_replica: Callable[[Any], int] = _get_sequence_parallel_size
     """Section of a model -> number of ranks that share the rows of a data-parallel rank."""
 
     memory_like: str | None = None
@@ -90,10 +90,10 @@ TrainingBackendRegistry: Registry[Callable[..., Any], TrainingBackendTraits] = R
 """Name -> builder of a `TrainingBackend` from `(cfg, model name, number of optimizer steps or None)`, called on every
 rank; it imports its library there. A subclass of `TrainingBackend` is a builder."""
 
-register_training_backend = TrainingBackendRegistry.decorator
+register_training_backend = TrainingBackendRegistry.build_decorator
 
 
-def ranks_per_replica(config: "SkyRLConfig", model: str) -> int:
+def get_ranks_per_replica(config: "SkyRLConfig", model: str) -> int:
     """Return the number of ranks of a model ("policy", "critic", "ref") that share the rows of a data-parallel rank."""
-    traits = TrainingBackendRegistry.requirements(config.trainer.strategy)
+    traits = TrainingBackendRegistry.get_requirements(config.trainer.strategy)
     return traits.ranks_per_replica(getattr(config.trainer, model))

@@ -24,7 +24,7 @@ from skyrl_train.config.rules.routing_replay import check_routing_replay
 from skyrl_train.config.rules.run import check_checkpoints, check_loggers, check_paths, check_profiler
 from skyrl_train.config.rules.sampling_mask_replay import check_sampling_mask_replay
 from skyrl_train.config.rules.training_backend import check_training_backend
-from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig, check_read
+from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig, check_unread_settings
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -95,10 +95,10 @@ def validate_generator_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") 
 def validate_supervised_cfg(cfg: "Mapping[str, Any] | DictConfig", config_type: type[Supervised]) -> Supervised:
     """Return the settings of supervised training (`SupervisedConfig`, `PreferenceConfig`). See `validate_cfg`."""
     settings = config_type.from_dict(get_config_as_dict(cfg))
-    check_read(settings)
+    check_unread_settings(settings)
     fill_fingerprint(settings)
-    config, trainer = settings.as_training_config(), settings.trainer
-    trainer.placement.device = trainer.placement.resolved_device()
+    config, trainer = settings.to_training_config(), settings.trainer
+    trainer.placement.device = trainer.placement.resolve_device()
     check_positive(
         config,
         (
@@ -135,7 +135,7 @@ def validate_supervised_cfg(cfg: "Mapping[str, Any] | DictConfig", config_type: 
 
 
 def _resolve_automatic_choices(config: SkyRLConfig) -> None:
-    device = config.trainer.placement.resolved_device()
+    device = config.trainer.placement.resolve_device()
     require(
         not (device == "cpu" and config.generator.weight_sync_backend == "nccl"),
         "generator.weight_sync_backend=nccl needs GPUs, but models run on the CPU (trainer.placement.device="
@@ -145,5 +145,5 @@ def _resolve_automatic_choices(config: SkyRLConfig) -> None:
     check_backend(config.generator)
     if config.generator.run_engines_locally:
         inline = config.trainer.placement.launcher == "inline"
-        config.generator.backend = config.generator.resolved_backend("cpu" if inline else device)
-    config.generator.weight_sync_backend = config.generator.resolved_weight_sync_backend(device)
+        config.generator.backend = config.generator.resolve_backend("cpu" if inline else device)
+    config.generator.weight_sync_backend = config.generator.resolve_weight_sync_backend(device)

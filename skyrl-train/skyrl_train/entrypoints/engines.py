@@ -63,7 +63,7 @@ def check_engines(cfg: SkyRLConfig) -> None:
     generator = cfg.generator
     if not generator.run_engines_locally:
         return
-    EngineRegistry.requirements(generator.backend).check_model(generator)
+    EngineRegistry.get_requirements(generator.backend).check_model(generator)
 
 
 class EngineStarter:
@@ -71,7 +71,7 @@ class EngineStarter:
 
     def __init__(self, cfg: SkyRLConfig, colocate_pg: "PlacementGroup | None", *, weights_follow: bool):
         self._launcher = make_launcher(cfg, colocate_pg)
-        self._factory = engine_factory(cfg, cfg.trainer.placement.resolved_device(), weights_follow=weights_follow)
+        self._factory = engine_factory(cfg, cfg.trainer.placement.resolve_device(), weights_follow=weights_follow)
 
     def start(self, index: int) -> EngineHandle:
         """Engine `index`. Returns at once; calls wait until it is there."""
@@ -93,7 +93,7 @@ def engine_factory(cfg: SkyRLConfig, device: str, *, weights_follow: bool = Fals
     )
     if adapters_alone:
         settings["max_lora_rank"] = cfg.trainer.policy.model.lora.rank
-    traits = EngineRegistry.requirements(generator.backend)
+    traits = EngineRegistry.get_requirements(generator.backend)
     settings |= traits.keywords(cfg, device)
     if cfg.trainer.policy.routing_replay == "R3" and traits.expert_routes:
         settings["return_expert_routes"] = True

@@ -86,7 +86,7 @@ class DistillationExp(BasePPOExp):
             logger.info("{} is not available locally, only at its server: {}", setting, error)
             return self.vocab_sizes[0]
         if not (teacher.engines or teacher.urls):
-            check = TrainingBackendRegistry.requirements(self.cfg.trainer.strategy).check_model_config
+            check = TrainingBackendRegistry.get_requirements(self.cfg.trainer.strategy).check_model_config
             check(config, self.cfg.trainer.ref, setting)
         check_same_vocabulary(self.tokenizer, tokenizer, setting, teacher.model)
         return config.get_text_config().vocab_size

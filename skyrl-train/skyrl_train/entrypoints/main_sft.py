@@ -36,7 +36,7 @@ class SupervisedExp:
 
     def __init__(self, settings: SupervisedConfig):
         self.settings = settings
-        self.cfg = settings.as_training_config()
+        self.cfg = settings.to_training_config()
         self.run_folder = RunFolder(self.cfg.trainer.run_dir)
         self.tokenizer = self.get_tokenizer()
         self.train_dataset = self.get_dataset(settings.data.train_data)
@@ -85,7 +85,7 @@ def start(cfg: DictConfig, config_type: type[SupervisedConfig]) -> None:
         settings = validate_supervised_cfg(cfg, config_type)
     except SkyRLError as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    run_experiment(settings.as_training_config(), lambda _: SupervisedExp(settings))
+    run_experiment(settings.to_training_config(), lambda _: SupervisedExp(settings))
 
 
 @hydra.main(config_path=config_dir, config_name="sft_base_config", version_base=None)

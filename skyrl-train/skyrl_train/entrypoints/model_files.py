@@ -40,7 +40,7 @@ def check_models(cfg: SkyRLConfig, sampling: Sequence[str] = SAMPLING) -> None:
     """
     trainer = cfg.trainer
     policy = model_config(trainer.policy.model.path, "trainer.policy.model.path")
-    check = TrainingBackendRegistry.requirements(trainer.strategy).check_model_config
+    check = TrainingBackendRegistry.get_requirements(trainer.strategy).check_model_config
     check(policy, trainer.policy, "trainer.policy")
     if trainer.critic.model.path is not None:
         model_config(trainer.critic.model.path, "trainer.critic.model.path")

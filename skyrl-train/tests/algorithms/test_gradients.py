@@ -157,7 +157,7 @@ def test_gradient_matches_formula_with_stop_gradients(name: str):
     torch.testing.assert_close(log_probs.grad, slope, rtol=1e-7, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", [name for name in OURS if PolicyLossRegistry.requirements(name).advantages])
+@pytest.mark.parametrize("name", [name for name in OURS if PolicyLossRegistry.get_requirements(name).advantages])
 def test_on_policy_gradient_equals_policy_gradient(name: str):
     """Whatever a loss does away from ratio 1: there, d loss / d log pi = -A of each token; but Clip-Cov takes its
     chosen tokens out even then."""

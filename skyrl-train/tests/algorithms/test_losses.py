@@ -61,7 +61,7 @@ def test_requirements_list_mandatory_columns(name: str, absent: str):
     columns |= {"rollout_logprobs": torch.ones(2, 1), absent: None}
     if name in TokenSelectorRegistry:
         columns["selected_tokens"] = torch.zeros(2, 1, dtype=torch.bool)
-    requires = PolicyLossRegistry.requirements(name)
+    requires = PolicyLossRegistry.get_requirements(name)
     needs = requires.advantages if absent == "advantages" else requires.rollout_log_probs
     if needs:
         with pytest.raises((AttributeError, ValueError)):

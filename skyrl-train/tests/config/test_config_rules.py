@@ -15,7 +15,7 @@ from skyrl_train.config import (
     validate_environments,
     validate_generator_cfg,
 )
-from skyrl_train.config.document import field_meanings
+from skyrl_train.config.document import read_field_meanings
 from skyrl_train.config.validation import validate_batch_sizes
 from skyrl_train.errors import ConfigError
 from skyrl_train_testing.tiny_runs import registered
@@ -50,7 +50,7 @@ def test_auto_values_are_resolved():
     on_gpus = validate_cfg(with_settings(device="cuda"))
     assert (on_cpu.generator.backend, on_cpu.generator.weight_sync_backend) == ("native", "gloo")
     # CUDA graphs where there is CUDA.
-    assert on_cpu.generator.resolved_enforce_eager("cpu") and not on_gpus.generator.resolved_enforce_eager("cuda")
+    assert on_cpu.generator.resolve_enforce_eager("cpu") and not on_gpus.generator.resolve_enforce_eager("cuda")
     best = "vllm" if find_spec("vllm") else "native"
     assert (on_gpus.generator.backend, on_gpus.generator.weight_sync_backend) == (best, "nccl")
     assert validate_cfg(SkyRLConfig()).trainer.placement.device in ("cpu", "cuda")
@@ -292,7 +292,7 @@ def test_environment_entry_point_uses_section_named_after_class():
     env_class = "skyrl_gym.envs.search.env:SearchEnv"
     config = SkyRLConfig.from_dict({"environment": {"env_class": env_class, "skyrl_gym": {"SearchEnv": {"topk": 7}}}})
     validate_environments(config)
-    assert config.environment.skyrl_gym.env_config(env_class) == {"topk": 7}
+    assert config.environment.skyrl_gym.get_env_config(env_class) == {"topk": 7}
     misspelt = {"environment": {"env_class": env_class, "skyrl_gym": {"SearchEnv": {"topkk": 7}}}}
     with pytest.raises(ConfigError, match=r"environment.skyrl_gym.SearchEnv.topkk; did you mean .*topk"):
         validate_environments(SkyRLConfig.from_dict(misspelt))
@@ -324,4 +324,4 @@ def test_environment_defaults_are_all_settings(env_id):
     if config_class is not None:
         section = asdict(config_class())
         validate_environments(SkyRLConfig.from_dict({"environment": {"skyrl_gym": {env_id: section}}}))
-        assert set(field_meanings(config_class)) == set(section)
+        assert set(read_field_meanings(config_class)) == set(section)

@@ -25,7 +25,7 @@ from skyrl_train.config import (
 from skyrl_train.config.asynchronous import FullyAsyncConfig
 from skyrl_train.config.other_releases import OTHER_RELEASES, Refusal
 from skyrl_train.config.rules.deepspeed import check_deepspeed
-from skyrl_train.config.typed import nearest_name, setting_names
+from skyrl_train.config.typed import find_nearest_name, list_setting_names
 from skyrl_train.errors import ConfigError
 
 
@@ -62,8 +62,8 @@ def test_python_dict_and_omegaconf_give_same_settings():
     from_omegaconf = SkyRLConfig.from_dict_config(changed_defaults)
     assert from_python == from_omegaconf
     assert from_python.generator.seed == 3
-    assert from_python.environment.skyrl_gym.env_config("a") == {"b": 1}
-    assert from_python.environment.skyrl_gym.env_config("c") == {}
+    assert from_python.environment.skyrl_gym.get_env_config("a") == {"b": 1}
+    assert from_python.environment.skyrl_gym.get_env_config("c") == {}
 
 
 def test_settings_round_trip_through_dict_and_yaml():
@@ -160,10 +160,10 @@ def test_unknown_name_error_suggests_nearest_name(name, nearest):
 def test_dissimilar_unknown_name_gets_no_suggestion():
     with pytest.raises(ConfigError, match=r"^unknown setting zzz$"):
         SkyRLConfig.from_dict({"zzz": 1})
-    assert nearest_name("zzz", []) is None
+    assert find_nearest_name("zzz", []) is None
 
 
-NAMES = set(setting_names(SkyRLConfig))
+NAMES = set(list_setting_names(SkyRLConfig))
 
 
 REFUSALS = {name: entry for name, entry in OTHER_RELEASES.items() if isinstance(entry, Refusal)}
@@ -336,7 +336,7 @@ def test_skyrl_async_settings_are_accepted_with_defaults():
     values = {"trainer": {"fully_async": SKYRLS_FULLY_ASYNC}, "generator": {"use_cache_salt": True}}
     settings = SkyRLConfig.from_dict(values).trainer.fully_async
     assert settings == FullyAsyncConfig(enabled=True)
-    assert FullyAsyncConfig(enabled=True).max_running(256) == 768
+    assert FullyAsyncConfig(enabled=True).get_max_running(256) == 768
 
 
 def test_skyrl_routing_replay_flag_maps_to_rollout_routes():

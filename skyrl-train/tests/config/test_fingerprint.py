@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.fingerprint import DEFINING, NOT_SAMPLED, OPERATIONAL, flat_settings
+from skyrl_train.config.fingerprint import DEFINING, NOT_SAMPLED, OPERATIONAL, flatten_settings
 from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig
-from skyrl_train.config.typed import is_among, setting_names
+from skyrl_train.config.typed import is_among, list_setting_names
 from skyrl_train.config.validation import validate_cfg, validate_supervised_cfg
 from skyrl_train.provenance import Provenance
 
@@ -31,10 +31,10 @@ def run_dir(**changes: Any) -> str:
 
 
 def test_listed_settings_exist_and_appear_once():
-    known = set(setting_names(SkyRLConfig)) | {"environment.skyrl_gym.env_configs"}
+    known = set(list_setting_names(SkyRLConfig)) | {"environment.skyrl_gym.env_configs"}
     for name in (*DEFINING, *OPERATIONAL, *NOT_SAMPLED):
         assert name.rstrip(".") in known, name
-    for name in flat_settings(SkyRLConfig()):
+    for name in flatten_settings(SkyRLConfig()):
         assert not (is_among(name, DEFINING) and is_among(name, OPERATIONAL)), name
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config import SkyRLConfig, compose_config, validate_cfg
-from skyrl_train.config.fingerprint import flat_settings
+from skyrl_train.config.fingerprint import flatten_settings
 from skyrl_train.config.other_releases import OTHER_RELEASES, Moved
 from skyrl_train.config.supervised import SupervisedConfig
 from skyrl_train.errors import ConfigError
@@ -16,7 +16,7 @@ from skyrl_train.errors import ConfigError
 DEFAULTS: dict[str, Any] = json.loads((Path(__file__).parent / "skyrl_0_3_defaults.json").read_text())
 """Defaults of that release. Paths begin with `~`."""
 
-UNCHANGED = flat_settings(SkyRLConfig())
+UNCHANGED = flatten_settings(SkyRLConfig())
 
 UNTYPED = ("environment.skyrl_gym.",)
 """Sections of environments: checked by the environment."""
@@ -64,7 +64,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def changes(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that these values change."""
-    config = flat_settings(SkyRLConfig.from_dict(nested(values)))
+    config = flatten_settings(SkyRLConfig.from_dict(nested(values)))
     return {name: value for name, value in config.items() if value != UNCHANGED.get(name)}
 
 

@@ -35,16 +35,16 @@ def test_provider_is_imported_lazily_and_retried_after_failure(tmp_path: Path, m
     ]
     (tmp_path / "dishes_of_a_test.py").write_text("\n".join(lines))
     assert "dishes_of_a_test" not in sys.modules
-    assert list(registry.registrations()) == ["soup", "bread"]
-    assert registry.requirements("soup") == Needs()
+    assert list(registry.list_registrations()) == ["soup", "bread"]
+    assert registry.get_requirements("soup") == Needs()
     sys.modules.pop("dishes_of_a_test")
 
 
 def test_registry_stores_requirements_and_rejects_bad_names():
     registry: Registry[str, Needs] = Registry("dish", Needs)
     registry.register("soup", "water", requires=Needs(salt=True))
-    assert (registry.get("soup"), registry.requirements("soup").salt) == ("water", True)
-    assert registry.requirements("never registered") == Needs()
+    assert (registry.get("soup"), registry.get_requirements("soup").salt) == ("water", True)
+    assert registry.get_requirements("never registered") == Needs()
     with pytest.raises(ValueError, match="dish 'soup' is already registered"):
         registry.register("soup", "tea")
     with pytest.raises(ValueError, match=r"Unknown dish 'soap': not registered; did you mean soup\?"):
@@ -101,7 +101,7 @@ def compared_texts(path: Path) -> Iterator[str]:
 
 def test_source_has_no_comparison_with_registered_names():
     registries = (PolicyLossRegistry, AdvantageEstimatorRegistry, EngineRegistry, TrainingBackendRegistry)
-    names = {name for registry in registries for name in registry.registrations()}
+    names = {name for registry in registries for name in registry.list_registrations()}
     assert {"dpo", "maxrl", "native", "megatron"} < names
     files = sorted(Path(str(skyrl_train.__file__)).parent.rglob("*.py"))
     found = [f"{path}: {text!r}" for path in files for text in compared_texts(path) if text in names]

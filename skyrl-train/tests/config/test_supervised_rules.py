@@ -12,10 +12,10 @@ def settings(trainer: dict, **data: object) -> dict:
 
 
 def test_default_settings_are_valid():
-    config = validate_supervised_cfg(settings({}), SupervisedConfig).as_training_config()
+    config = validate_supervised_cfg(settings({}), SupervisedConfig).to_training_config()
     assert config.trainer.algorithm.policy_loss_type == "cross_entropy"
     assert not config.trainer.algorithm.uses_reference_model
-    pairs = validate_supervised_cfg(settings({}), PreferenceConfig).as_training_config()
+    pairs = validate_supervised_cfg(settings({}), PreferenceConfig).to_training_config()
     assert pairs.trainer.algorithm.uses_reference_model
     assert pairs.trainer.ref.model.path == pairs.trainer.policy.model.path
 
@@ -50,9 +50,9 @@ def test_meaningless_setting_is_rejected(config_type, trainer, message):
 
 def test_constant_divisor_is_longest_example():
     config = validate_supervised_cfg(settings({}, max_length=77), SupervisedConfig)
-    assert config.as_training_config().trainer.algorithm.max_seq_len == 77
+    assert config.to_training_config().trainer.algorithm.max_seq_len == 77
     config = validate_supervised_cfg(settings({"algorithm": {"max_seq_len": 9}}, max_length=77), SupervisedConfig)
-    assert config.as_training_config().trainer.algorithm.max_seq_len == 9
+    assert config.to_training_config().trainer.algorithm.max_seq_len == 9
 
 
 def test_adapter_dropout_is_allowed_without_policy_comparison():

@@ -15,7 +15,7 @@ from skyrl_train_testing.learning import Apprentice, Episode, learn
 from skyrl_train_testing.tasks import Bandit, Copy, CreditOverTurns, Sort, Task, ToolUse
 
 ESTIMATORS = AdvantageEstimatorRegistry.list_available()
-LOSSES = [name for name in PolicyLossRegistry.list_available() if PolicyLossRegistry.requirements(name).advantages]
+LOSSES = [name for name in PolicyLossRegistry.list_available() if PolicyLossRegistry.get_requirements(name).advantages]
 SEEDS = (0, 1, 2)
 OTHER_SEEDS = [pytest.param(seed, marks=pytest.mark.full) for seed in SEEDS[1:]]
 

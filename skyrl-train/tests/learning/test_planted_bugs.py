@@ -103,7 +103,7 @@ def gradient_norm(apprentice: Apprentice, *, advantage: float = 1.0, batch: Any 
 
 
 def sign_of_the_advantage(plant: pytest.MonkeyPatch) -> None:
-    registration = AdvantageEstimatorRegistry.registration("grpo")
+    registration = AdvantageEstimatorRegistry.get_registration("grpo")
     right = registration.entry
 
     def turned_round(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -114,7 +114,7 @@ def test_adapters_target_listed_layers_and_merge_exactly(name, folder_of):
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed", "megatron"])
 def test_backends_accept_listed_models_and_reject_others(strategy):
-    check, policy = TrainingBackendRegistry.requirements(strategy).check_model_config, SkyRLConfig().trainer.policy
+    check, policy = TrainingBackendRegistry.get_requirements(strategy).check_model_config, SkyRLConfig().trainer.policy
     for architecture in ARCHITECTURES.values():
         config = architecture.make_config()
         if strategy != "megatron" or architecture.megatron:

@@ -223,7 +223,7 @@ def test_cached_prefixes_of_the_native_engine_are_beside_running_requests():
 def test_backend_of_a_user_is_not_estimated():
     from skyrl_train.config.training_backends import TrainingBackendRegistry, TrainingBackendTraits
 
-    registration = TrainingBackendRegistry.decorator
+    registration = TrainingBackendRegistry.build_decorator
     registration("plan_test_backend", requires=TrainingBackendTraits())(lambda *_: None)
     try:
         plan = memory_plan(settings(**{"trainer.strategy": "plan_test_backend"}), {"policy": shape()}, GPU)

@@ -29,7 +29,7 @@ def test_plan_of_a_published_size_fits_and_has_every_part(capsys: pytest.Capture
         "keys and values", "answers of full length at once", "time of a step", "published speeds", "cost of the run",
     ):  # fmt: skip
         assert words in text, words
-    assert ("engines are planned as vLLM" in text) != EngineRegistry.requirements("vllm").is_installed
+    assert ("engines are planned as vLLM" in text) != EngineRegistry.get_requirements("vllm").is_installed
 
 
 def test_run_that_does_not_fit_gets_the_smallest_change_and_fits_with_it(capsys: pytest.CaptureFixture[str]):

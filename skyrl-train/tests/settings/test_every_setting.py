@@ -14,7 +14,7 @@ import rows_megatron
 import rows_trainer
 from effects import All, Bench, OneChoice, Row
 
-from skyrl_train.config.document import page
+from skyrl_train.config.document import render_page
 from skyrl_train.errors import ConfigError
 
 ROWS = [
@@ -64,7 +64,7 @@ def test_single_choice_setting_rejects_others(bench: Bench, row: OneChoice) -> N
 
 def test_settings_have_exactly_one_row() -> None:
     """A new setting brings its proof. (Sections of single environments are skyrl_gym's.)"""
-    supported, _ = page().split("## Settings of other releases")
+    supported, _ = render_page().split("## Settings of other releases")
     names = re.findall(r"^\| `([^`]+)` \|", supported, re.MULTILINE)
     assert len(names) > 250
     own = [name for name in names if not re.fullmatch(r"environment\.skyrl_gym\.\w+\.\w+", name)]

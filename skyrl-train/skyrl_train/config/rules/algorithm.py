@@ -100,7 +100,7 @@ def _check_numbers(config: SkyRLConfig) -> None:
         algorithm.eps_clip_low < 1,
         f"{_NAME}.eps_clip_low={algorithm.eps_clip_low} must be below 1: the ratio is clipped at 1 - this",
     )
-    for setting, bound in PolicyLossRegistry.requirements(algorithm.policy_loss_type).above:
+    for setting, bound in PolicyLossRegistry.get_requirements(algorithm.policy_loss_type).above:
         value = getattr(algorithm, setting)
         require(
             value > bound,
@@ -140,7 +140,7 @@ def _check_registered(config: SkyRLConfig) -> None:
 def _check_estimator(config: SkyRLConfig) -> None:
     algorithm, generator = config.trainer.algorithm, config.generator
     estimator, critic = algorithm.advantage_estimator, config.trainer.critic.model.path
-    requires = AdvantageEstimatorRegistry.requirements(estimator)
+    requires = AdvantageEstimatorRegistry.get_requirements(estimator)
     chosen = f"{_NAME}.advantage_estimator={estimator}"
     require(
         not requires.critic or critic is not None,
@@ -180,13 +180,13 @@ def _check_estimator(config: SkyRLConfig) -> None:
 
 
 def _estimators_with_critic() -> list[str]:
-    registrations = AdvantageEstimatorRegistry.registrations()
+    registrations = AdvantageEstimatorRegistry.list_registrations()
     return sorted(name for name, registration in registrations.items() if registration.requires.critic)
 
 
 def _check_loss(config: SkyRLConfig) -> None:
     algorithm = config.trainer.algorithm
-    requires = PolicyLossRegistry.requirements(algorithm.policy_loss_type)
+    requires = PolicyLossRegistry.get_requirements(algorithm.policy_loss_type)
     chosen = f"{_NAME}.policy_loss_type={algorithm.policy_loss_type}"
     require(
         not requires.pairs,

@@ -59,7 +59,7 @@ def _check_numbers(config: SkyRLConfig) -> None:
         workers is None or batch <= workers <= most,
         f"{_NAME}.num_parallel_generation_workers={workers} must be from trainer.train_batch_size={batch} (fewer make "
         f"no step) to train_batch_size * (max_staleness_steps + 1) = {most} (more would be too old); null takes "
-        f"{settings.max_running(batch) if workers is None else min(768, most)}",
+        f"{settings.get_max_running(batch) if workers is None else min(768, most)}",
     )
     every = settings.sync_every_steps
     require(
@@ -100,7 +100,7 @@ def _check_others(config: SkyRLConfig) -> None:
 def _check_correction(config: SkyRLConfig) -> None:
     """Demand a loss or a correction that knows the policy that generated the tokens, where they may be stale."""
     settings, algorithm = config.trainer.fully_async, config.trainer.algorithm
-    registrations = PolicyLossRegistry.registrations()
+    registrations = PolicyLossRegistry.list_registrations()
     losses = sorted(name for name, each in registrations.items() if each.requires.rollout_log_probs)
     for name, each in sorted(registrations.items()):
         if each.requires.rollout_log_probs_with is not None:

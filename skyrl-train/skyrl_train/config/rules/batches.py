@@ -2,7 +2,7 @@
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.rules.checks import check_positive, require
-from skyrl_train.config.training_backends import ranks_per_replica
+from skyrl_train.config.training_backends import get_ranks_per_replica
 
 _COUNTS = (
     "trainer.train_batch_size",
@@ -53,7 +53,7 @@ def check_packing(config: SkyRLConfig) -> None:
 
 def sequence_ranks(config: SkyRLConfig, model: str) -> int:
     """Ranks that share the rows of a data-parallel rank, at least 1 (that it is, is another rule's business)."""
-    return max(1, ranks_per_replica(config, model))
+    return max(1, get_ranks_per_replica(config, model))
 
 
 def _check_mini_batches(config: SkyRLConfig, model: str, mini: int) -> None:

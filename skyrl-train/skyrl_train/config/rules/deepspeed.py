@@ -4,7 +4,7 @@ from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.deepspeed import DeepSpeedEvalConfig, DeepSpeedTrainConfig
 from skyrl_train.config.models import CriticConfig, PolicyConfig
 from skyrl_train.config.rules.checks import require
-from skyrl_train.config.typed import leaves
+from skyrl_train.config.typed import iter_settings
 
 
 def check_deepspeed(config: SkyRLConfig) -> None:
@@ -67,7 +67,7 @@ def _check_scoring(config: DeepSpeedEvalConfig, name: str) -> None:
 
 
 def _check_amounts(config: DeepSpeedTrainConfig | DeepSpeedEvalConfig, name: str) -> None:
-    for full_name, section, field in leaves(config, name):
+    for full_name, section, field in iter_settings(config, name):
         value = getattr(section, field.name)
         if isinstance(value, int | float) and not isinstance(value, bool) and field.name != "gradient_clipping":
             lowest = 1 if field.name in ("reduce_bucket_size", "sub_group_size") else 0

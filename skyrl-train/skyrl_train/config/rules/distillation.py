@@ -48,7 +48,7 @@ def _check_words(config: SkyRLConfig) -> None:
         settings.tokens == "top_k" or settings.top_k == DistillationConfig().top_k,
         f"{NAME}.top_k={settings.top_k} is read only with {NAME}.tokens=top_k; got tokens={settings.tokens}",
     )
-    registrations = TrainingBackendRegistry.registrations()
+    registrations = TrainingBackendRegistry.list_registrations()
     able = [name for name, each in registrations.items() if each.requires.candidates and not each.requires.alias_of]
     require(
         settings.tokens == "sampled" or strategy in able,

@@ -14,7 +14,7 @@ def check_backend(generator: GeneratorConfig) -> None:
     name = generator.backend
     if name == "auto":
         return
-    traits, defaults = EngineRegistry.requirements(name), GeneratorConfig()
+    traits, defaults = EngineRegistry.get_requirements(name), GeneratorConfig()
     for setting in traits.unread_settings:
         value = getattr(generator, setting)
         require(
@@ -31,7 +31,7 @@ def check_backend(generator: GeneratorConfig) -> None:
 
 def _names_reading(setting: str) -> str:
     """Return the kinds of engine that read a setting of `generator.*`."""
-    registrations = EngineRegistry.registrations()
+    registrations = EngineRegistry.list_registrations()
     names = [name for name, entry in registrations.items() if setting not in entry.requires.unread_settings]
     return " or ".join(f"generator.backend={name}" for name in names)
 
@@ -79,7 +79,7 @@ def check_engines(config: SkyRLConfig) -> None:
         f"generator.inference_engine_tensor_parallel_size x inference_engine_data_parallel_size = {copies}",
     )
     if generator.run_engines_locally:
-        EngineRegistry.requirements(generator.backend).check_settings(generator)
+        EngineRegistry.get_requirements(generator.backend).check_settings(generator)
     _check_weight_sync(config)
     if not generator.run_engines_locally:
         _check_remote(config)
@@ -122,7 +122,7 @@ def _check_remote(config: SkyRLConfig) -> None:
         f"generator.run_engines_locally=false there are as many as generator.remote_inference_engine_urls, "
         f"{len(urls)}; leave it out",
     )
-    servers = [name for name, entry in EngineRegistry.registrations().items() if entry.requires.server_protocol]
+    servers = [name for name, entry in EngineRegistry.list_registrations().items() if entry.requires.server_protocol]
     require(
         generator.backend in ("auto", *servers),
         f"generator.backend={generator.backend} runs inside of this run; with generator.run_engines_locally=false use "

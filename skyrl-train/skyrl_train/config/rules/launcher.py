@@ -27,7 +27,7 @@ def check_inline_engines(config: SkyRLConfig) -> None:
     if config.trainer.placement.launcher != "inline" or not generator.run_engines_locally:
         return
     require(
-        EngineRegistry.requirements(generator.backend).is_in_process,
+        EngineRegistry.get_requirements(generator.backend).is_in_process,
         f"generator.backend={generator.backend} runs in processes of its own, which {_INLINE} does not start; use "
         "generator.backend=native, or start the server and name it in generator.remote_inference_engine_urls with "
         f"generator.run_engines_locally=false, or {_USE_RAY}",

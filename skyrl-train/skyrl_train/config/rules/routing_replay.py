@@ -13,7 +13,7 @@ def check_routing_replay(config: SkyRLConfig) -> None:
     if replay == "off":
         return
     setting = f"trainer.policy.routing_replay={replay}"
-    strategies = TrainingBackendRegistry.registrations()
+    strategies = TrainingBackendRegistry.list_registrations()
     names = [name for name, entry in strategies.items() if entry.requires.routing_replay]
     require(
         config.trainer.strategy in names,
@@ -27,7 +27,7 @@ def check_routing_replay(config: SkyRLConfig) -> None:
 def _check_engines(config: SkyRLConfig, setting: str) -> None:
     """R3 needs the routes of every token, from the engine that wrote it."""
     generator = config.generator
-    names = [name for name, entry in EngineRegistry.registrations().items() if entry.requires.expert_routes]
+    names = [name for name, entry in EngineRegistry.list_registrations().items() if entry.requires.expert_routes]
     require(
         generator.run_engines_locally,
         f"{setting} needs engines that return the experts they chose; servers started elsewhere "

@@ -15,7 +15,7 @@ def check_sampling_mask_replay(config: SkyRLConfig) -> None:
         return
     _check_sampling(config)
     _check_engines(config)
-    strategies = TrainingBackendRegistry.registrations()
+    strategies = TrainingBackendRegistry.list_registrations()
     names = [name for name, each in strategies.items() if each.requires.sampling_masks and not each.requires.alias_of]
     require(
         config.trainer.strategy in names,
@@ -48,7 +48,7 @@ def _check_sampling(config: SkyRLConfig) -> None:
 
 def _check_engines(config: SkyRLConfig) -> None:
     generator = config.generator
-    names = [name for name, entry in EngineRegistry.registrations().items() if entry.requires.kept_tokens]
+    names = [name for name, entry in EngineRegistry.list_registrations().items() if entry.requires.kept_tokens]
     fix = f"Use {choices('generator.backend', names)}, or turn the replay off"
     require(
         generator.run_engines_locally,

@@ -6,12 +6,12 @@ from skyrl_train.config.config import SkyRLConfig, TrainerConfig
 from skyrl_train.config.models import CriticConfig, PolicyConfig
 from skyrl_train.config.rules.checks import require
 from skyrl_train.config.training_backends import TrainingBackendRegistry
-from skyrl_train.config.typed import leaves
+from skyrl_train.config.typed import iter_settings
 
 
 def replace_old_name(trainer: TrainerConfig) -> None:
     """Replace a backend's name in other releases by the present one, with a warning."""
-    present = TrainingBackendRegistry.requirements(trainer.strategy).alias_of
+    present = TrainingBackendRegistry.get_requirements(trainer.strategy).alias_of
     if present is not None:
         warnings.warn(
             f"trainer.strategy={trainer.strategy} means trainer.strategy={present} here, which takes the same settings",
@@ -26,7 +26,7 @@ def check_training_backend(config: SkyRLConfig) -> None:
     trainer, placement = config.trainer, config.trainer.placement
     replace_old_name(trainer)
     strategy = f"trainer.strategy={trainer.strategy}"
-    traits = TrainingBackendRegistry.requirements(trainer.strategy)
+    traits = TrainingBackendRegistry.get_requirements(trainer.strategy)
     require(traits.is_installed, f"{strategy} needs the package {traits.library}: {traits.install_hint}")
     _check_sections(config)
     traits.check_settings(config)
@@ -59,11 +59,11 @@ def check_training_backend(config: SkyRLConfig) -> None:
 def _check_sections(config: SkyRLConfig) -> None:
     """Check that settings which only another backend reads are at their defaults."""
     strategy = config.trainer.strategy
-    names = TrainingBackendRegistry.registrations()
-    others = {TrainingBackendRegistry.requirements(name).section for name in names if name != strategy} - {None}
+    names = TrainingBackendRegistry.list_registrations()
+    others = {TrainingBackendRegistry.get_requirements(name).section for name in names if name != strategy} - {None}
     unchanged = SkyRLConfig().trainer
-    defaults = {name: getattr(section, field.name) for name, section, field in leaves(unchanged, "trainer")}
-    for name, section, field in leaves(config.trainer, "trainer"):
+    defaults = {name: getattr(section, field.name) for name, section, field in iter_settings(unchanged, "trainer")}
+    for name, section, field in iter_settings(config.trainer, "trainer"):
         if others.isdisjoint(name.split(".")):
             continue
         value = getattr(section, field.name)

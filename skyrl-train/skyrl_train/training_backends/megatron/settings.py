@@ -9,7 +9,7 @@ from typing import Any
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.megatron import MegatronConfig, MegatronModelConfig
-from skyrl_train.config.typed import nearest_name
+from skyrl_train.config.typed import find_nearest_name
 from skyrl_train.errors import ConfigError
 from skyrl_train.training_backends.megatron.families import family_of
 from skyrl_train.training_backends.megatron.layout import ModelSizes, ParallelSizes, check_model, check_world
@@ -136,7 +136,7 @@ def _check_fields(given: Mapping[str, object], section: str) -> None:
     known = _field_names()
     for name, value in given.items():
         if name not in known:
-            nearest = nearest_name(name, sorted(known))
+            nearest = find_nearest_name(name, sorted(known))
             hint = f"; did you mean {nearest}?" if nearest else ""
             raise ConfigError(
                 f"unknown setting {section}.{name}: megatron-core's TransformerConfig has no such field{hint}"
