@@ -1,7 +1,7 @@
-"""Selection of rollouts for training: groups without a difference, dynamic sampling, answers near the length limit.
+"""Selection of rollouts for training: uninformative groups, dynamic sampling, overlong responses.
 
-Decisions only: the functions return which groups or rows, `rollouts` and the trainer act on it. A rollout that failed
-has no reward (None, or a number that is not finite) and is treated as if it had never been sampled.
+The functions only return groups or rows; `rollouts` and the trainer act on them. A failed rollout has no reward (None,
+or a non-finite number) and is ignored.
 
 Shapes: B rollouts, G groups (the rollouts of one prompt).
 """
@@ -14,7 +14,7 @@ import torch
 from skyrl_train.algorithms.advantages import group_numbers
 
 TOLERANCE = 1e-6
-"""Difference of rewards that are the same but for rounding."""
+"""Largest difference of rewards that count as equal, to absorb rounding."""
 
 
 def informative_groups(
@@ -22,11 +22,11 @@ def informative_groups(
 ) -> list[Hashable]:
     """Return the groups whose rewards differ, in order of first appearance.
 
-    A group is informative if its highest and lowest reward differ by more than `tolerance`, or if it is a group of one
-    (which is compared with nothing). A group in which everything failed is not.
+    A group is informative if its highest and lowest reward differ by more than `tolerance`, or if it has a single
+    sample (without comparison). A group in which all rollouts failed is not.
 
     Args:
-        rewards: B numbers, one a rollout (summed over its tokens).
+        rewards: B numbers, one per rollout (summed over its tokens).
         uids: B names of groups.
     """
     return [uid for uid, is_informative in _informative_by_uid(rewards, uids, tolerance).items() if is_informative]
@@ -35,7 +35,7 @@ def informative_groups(
 def zero_variance_rows(
     rewards: Sequence[float | None], uids: Sequence[Hashable], tolerance: float = TOLERANCE
 ) -> torch.Tensor:
-    """Return the rows [B] bool of groups that are not informative and should not train (`zero_variance_filter`)."""
+    """Return the rows [B] bool of uninformative groups, which should not train (`zero_variance_filter`)."""
     informative = _informative_by_uid(rewards, uids, tolerance)
     return torch.tensor([not informative[uid] for uid in uids], dtype=torch.bool)
 
@@ -43,35 +43,38 @@ def zero_variance_rows(
 def draw_replacements(
     informative: Sequence[bool], min_replace_ratio: float, generator: torch.Generator
 ) -> list[int] | None:
-    """Dynamic sampling by `replace`: every group that is not informative gives its place to a copy of one that is,
-    drawn at random (with replacement).
+    """Replace every uninformative group by a copy of a random informative one, drawn with replacement (dynamic
+    sampling, `replace`).
 
     Args:
         informative: [G], whether each group is.
-        generator: of the draws; nothing else is random, so the same state gives the same batch.
+        generator: source of randomness; the same state gives the same batch.
 
     Returns:
-        [G] the group that fills each place; None if not more than `min_replace_ratio` of the groups are informative:
-        the batch should be sampled anew.
+        [G] the group to use at each position; None if at most `min_replace_ratio` of the groups are informative: the
+        batch
+            should be sampled again.
     """
     good = [number for number, is_informative in enumerate(informative) if is_informative]
     if len(good) <= min_replace_ratio * len(informative):
         return None
-    # All draws at once, from a generator that a resumed run has in the same state: it fills the same places.
+    # All draws at once, from a generator whose state is restored on resume: a resumed run draws the same groups.
     draws = iter(torch.randint(len(good), (len(informative) - len(good),), generator=generator).tolist())
     return [number if is_informative else good[next(draws)] for number, is_informative in enumerate(informative)]
 
 
 def overlong_penalty(lengths: torch.Tensor, limit: int, buffer_len: int, factor: float) -> torch.Tensor:
-    """Soft penalty on long answers (DAPO, https://arxiv.org/abs/2503.14476, eq. 13), to be added to the reward:
+    """Compute the soft penalty on long responses (DAPO, https://arxiv.org/abs/2503.14476, eq. 13), to be added to the
+    reward:
 
         0                                        length <= limit - buffer_len
         -factor * (length - (limit - buffer_len)) / buffer_len
         -factor                                  length >= limit
 
     Args:
-        lengths: [B], tokens of the answer.
-        limit: the most tokens an answer may have; buffer_len: over how many before it the penalty rises, above 0.
+        lengths: [B], tokens of the response.
+        limit: maximum number of response tokens.
+        buffer_len: number of tokens before the limit over which the penalty rises, above 0.
 
     Returns:
         [B] float32, never above 0.

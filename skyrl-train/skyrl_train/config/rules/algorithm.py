@@ -1,4 +1,4 @@
-"""Rules of the algorithm: which estimator, loss and correction go together, and what each needs."""
+"""Rules of the algorithm: valid combinations of estimator, loss and correction, and their requirements."""
 
 import warnings
 
@@ -61,7 +61,7 @@ def check_algorithm(config: SkyRLConfig) -> None:
 
 
 def replace_old_forms(config: SkyRLConfig) -> None:
-    """Replace settings under an old name by their present form, with a warning."""
+    """Replace deprecated settings by their current form, with a warning."""
     algorithm = config.trainer.algorithm
     correction, cap = algorithm.off_policy_correction, algorithm.tis_imp_ratio_cap
     if not algorithm.use_tis:
@@ -259,7 +259,7 @@ def _check_sampling(config: SkyRLConfig) -> None:
 
 
 def _steps(generator: GeneratorConfig) -> str:
-    """The setting by which a row is no whole trajectory."""
+    """Return the setting that makes a row less than a whole trajectory."""
     if generator.task is not None:
         return f"generator.task={generator.task}"
     if generator.harness.is_on:

@@ -98,7 +98,7 @@ def _check_others(config: SkyRLConfig) -> None:
 
 
 def _check_correction(config: SkyRLConfig) -> None:
-    """Demand a loss or a correction that knows the policy that generated the tokens, where they may be stale."""
+    """Require a loss or a correction that reads the rollout policy's log-probs if tokens may be stale."""
     settings, algorithm = config.trainer.fully_async, config.trainer.algorithm
     registrations = PolicyLossRegistry.list_registrations()
     losses = sorted(name for name, each in registrations.items() if each.requires.rollout_log_probs)

@@ -1,4 +1,4 @@
-"""Rules of batch sizes: what must divide what, and what need not."""
+"""Rules of batch sizes and their divisibility."""
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.rules.checks import check_positive, require
@@ -15,10 +15,10 @@ _COUNTS = (
 
 
 def validate_batch_sizes(config: SkyRLConfig) -> None:
-    """A batch is whole mini-batches of prompts, and a mini-batch has a sequence for every worker.
+    """Check that a batch is whole mini-batches of prompts, and that a mini-batch has a sequence for every worker.
 
-    Nothing else need divide: rows are divided over workers and micro-batches as evenly as they can be, and no split
-    changes the loss.
+    Nothing else needs to divide evenly: rows are spread over workers and micro-batches as evenly as possible, and no
+    split changes the loss.
     """
     check_positive(config, _COUNTS)
     trainer, placement = config.trainer, config.trainer.placement
@@ -41,7 +41,7 @@ def validate_batch_sizes(config: SkyRLConfig) -> None:
 
 
 def check_packing(config: SkyRLConfig) -> None:
-    """A budget of tokens needs sequences laid end to end."""
+    """Check that a token budget is used only with sample packing."""
     trainer = config.trainer
     require(
         trainer.max_tokens_per_microbatch is None or trainer.use_sample_packing,
@@ -52,7 +52,9 @@ def check_packing(config: SkyRLConfig) -> None:
 
 
 def sequence_ranks(config: SkyRLConfig, model: str) -> int:
-    """Ranks that share the rows of a data-parallel rank, at least 1 (that it is, is another rule's business)."""
+    """Return the number of ranks that share the rows of a data-parallel rank, at least 1. (Other rules check its
+    value.)
+    """
     return max(1, get_ranks_per_replica(config, model))
 
 

@@ -1,4 +1,4 @@
-"""Checks that the rules are written with."""
+"""Building blocks of the rules."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +15,7 @@ def require(holds: bool, message: str) -> None:
 
 
 def value_of(config: SkyRLConfig, name: str) -> Any:
-    """The value of the setting with this full name."""
+    """Return the value of the setting with this full name."""
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)
@@ -23,7 +23,7 @@ def value_of(config: SkyRLConfig, name: str) -> Any:
 
 
 def check_positive(config: SkyRLConfig, names: Iterable[str]) -> None:
-    """Check that each of these settings is above 0, or null where it may be."""
+    """Check that each of these settings is above 0, or an allowed null."""
     for name in names:
         value = value_of(config, name)
         require(value is None or value > 0, f"{name} must be greater than 0; got {value}")
@@ -53,15 +53,15 @@ def check_order(config: SkyRLConfig, low: str, high: str) -> None:
 
 
 def choices(setting: str, names: list[str]) -> str:
-    """Return `setting=a or setting=b`, for the fix in an error."""
+    """Format `setting=a or setting=b`, for the fix in an error."""
     return " or ".join(f"{setting}={name}" for name in names)
 
 
 def require_drawn_tokens(generator: GeneratorConfig, setting: str, fix: str) -> None:
-    """Require that conversations keep the tokens that were drawn, to which `setting` records something.
+    """Require that conversations keep the sampled tokens, for which `setting` records data.
 
     Raises:
-        ConfigError: a chat template renders them anew each turn.
+        ConfigError: a chat template renders them again at each turn.
     """
     is_rendered_anew = (
         generator.chat_template.name_or_path is not None

@@ -8,7 +8,7 @@ from skyrl_train.config.typed import iter_settings
 
 
 def check_deepspeed(config: SkyRLConfig) -> None:
-    """The settings of every model of the run are ones that the backend acts on, and do not contradict each other."""
+    """Check that the settings of all models are supported by the backend and do not contradict each other."""
     trainer = config.trainer
     _check_trained(trainer.policy, "trainer.policy", bf16=trainer.bf16)
     if trainer.critic.model.path is not None:

@@ -1,4 +1,4 @@
-"""Rules of on-policy distillation: which teacher teaches which rows, where it runs, which tokens are compared."""
+"""Rules of on-policy distillation: assignment of rows to teachers, their placement, and the compared tokens."""
 
 from dataclasses import fields
 
@@ -12,7 +12,7 @@ NAME = "trainer.distillation"
 
 
 def check_distillation(config: SkyRLConfig) -> None:
-    """Check what can be known without opening a model."""
+    """Check everything that does not require opening a model."""
     settings = config.trainer.distillation
     if not settings.is_on:
         defaults = DistillationConfig()

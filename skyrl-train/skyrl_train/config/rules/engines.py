@@ -1,4 +1,4 @@
-"""Rules of the rollout engines: which are here, how each is divided, how weights reach them."""
+"""Rules of the rollout engines: availability, parallelism, weight transport."""
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry
@@ -9,8 +9,8 @@ _SIZES = tuple(f"inference_engine_{kind}_parallel_size" for kind in ("tensor", "
 
 
 def check_backend(generator: GeneratorConfig) -> None:
-    """The engine asked for is installed and reads what is set. Before `auto` is answered: what a script says for the
-    engines of a GPU may stand where `auto` means native."""
+    """Check that the requested engine is installed and reads the given settings. Runs before `auto` is resolved, so
+    that a script may contain settings of GPU engines where `auto` means native."""
     name = generator.backend
     if name == "auto":
         return

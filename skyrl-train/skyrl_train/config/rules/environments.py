@@ -1,4 +1,4 @@
-"""Rules of the environments' own sections."""
+"""Rules of environment sections."""
 
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def validate_environments(config: SkyRLConfig) -> None:
-    """Check that every environment that the settings name exists, and has the settings that its section gives it: a
-    misspelt one would be read by nobody.
+    """Check that all configured environments exist and accept the settings of their sections. Misspelt settings would
+    otherwise be ignored.
 
-    Call it where custom environments have been registered (they are registered per process), before the first rollout.
+    Call it where custom environments have been registered (registration is per process), before the first rollout.
     """
     from skyrl_gym.envs.registration import env_class_of
 
@@ -28,7 +28,7 @@ def validate_environments(config: SkyRLConfig) -> None:
         assert env_class is not None
         _spec("environment.env_class", env_class)
     for name, section in config.environment.skyrl_gym.env_configs.items():
-        # An environment given as "package.module:Class" has a section named like the class.
+        # An environment given as "package.module:Class" has a section named after the class.
         env_id = env_class if env_class and env_class.endswith(f":{name}") else name
         env_spec = _spec(f"section environment.skyrl_gym.{name}", env_id)
         config_class = getattr(env_class_of(env_spec), "config_class", None)
@@ -37,12 +37,12 @@ def validate_environments(config: SkyRLConfig) -> None:
                 build(config_class, section, f"environment.skyrl_gym.{name}", config_class)
             except ConfigError:
                 raise
-            except ValueError as error:  # a rule of the environment's own
+            except ValueError as error:  # a rule of the environment itself
                 raise ConfigError(f"environment.skyrl_gym.{name}: {error}") from error
 
 
 def _spec(setting: str, env_id: str) -> "EnvSpec":
-    """Return the environment that a setting names. Raises ConfigError with the nearest id, or why its import fails."""
+    """Return the environment that a setting names. Raises ConfigError with the nearest id or the import error."""
     from skyrl_gym import error
     from skyrl_gym.envs.registration import registry, spec
     from skyrl_gym.suggestions import did_you_mean

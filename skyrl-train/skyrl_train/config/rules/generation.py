@@ -1,4 +1,4 @@
-"""Rules of how answers are made: lengths, sampling, chat templates, turns as samples."""
+"""Rules of generation: lengths, sampling, chat templates, turns as samples."""
 
 import warnings
 from pathlib import Path
@@ -74,7 +74,7 @@ def _check_lengths(config: SkyRLConfig) -> None:
 
 
 def _check_agent(generator: GeneratorConfig) -> None:
-    """Check that nothing is set that a task file or a harness decides."""
+    """Check that settings controlled by a task file or a harness are at their defaults."""
     defaults, harness = GeneratorConfig(), generator.harness
     require(
         generator.task is None or not harness.is_on,
@@ -95,7 +95,7 @@ def _check_agent(generator: GeneratorConfig) -> None:
 
 
 def _check_harness_is_unset(harness: HarnessConfig) -> None:
-    """Check that nothing is set of a harness that there is not."""
+    """Check that harness settings are at their defaults without a harness."""
     for name, default in vars(HarnessConfig()).items():
         value = getattr(harness, name)
         require(

@@ -1,4 +1,6 @@
-"""Rules of `trainer.placement.launcher=inline`: what one process without Ray cannot hold is refused by name."""
+"""Rules of `trainer.placement.launcher=inline`: settings that a single process without Ray cannot support are rejected
+by name.
+"""
 
 import os
 
@@ -11,7 +13,7 @@ _USE_RAY = "use trainer.placement.launcher=ray"
 
 
 def check_cluster(config: SkyRLConfig) -> None:
-    """Check that no cluster is named that the launcher would not join."""
+    """Check that no cluster is configured that the launcher would not join."""
     if config.trainer.placement.launcher != "inline":
         return
     address = os.environ.get("RAY_ADDRESS")
@@ -22,7 +24,7 @@ def check_cluster(config: SkyRLConfig) -> None:
 
 
 def check_inline_engines(config: SkyRLConfig) -> None:
-    """The engines of the run fit into one process."""
+    """Check that the engines of the run fit into one process."""
     generator = config.generator
     if config.trainer.placement.launcher != "inline" or not generator.run_engines_locally:
         return

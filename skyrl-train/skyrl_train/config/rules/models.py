@@ -1,4 +1,4 @@
-"""Rules of the models: optimizers, adapters, how each is divided over workers, which devices they share."""
+"""Rules of the models: optimizers, adapters, sharding over workers, shared devices."""
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.models import FSDPConfig, LoRAConfig, OptimizerConfig
@@ -43,7 +43,7 @@ def check_models(config: SkyRLConfig) -> None:
 
 
 def check_optimizer(optimizer: OptimizerConfig, name: str) -> None:
-    """Check AdamW's numbers; `name` is the section's."""
+    """Check the hyperparameters of AdamW. `name` is the name of the section."""
     require(optimizer.lr >= 0, f"{name}.lr must be 0 or greater; got {optimizer.lr}")
     require(
         len(optimizer.adam_betas) == 2 and all(0 <= beta < 1 for beta in optimizer.adam_betas),
@@ -63,7 +63,7 @@ def check_optimizer(optimizer: OptimizerConfig, name: str) -> None:
 
 
 def check_adapters(lora: LoRAConfig, name: str, *, dropout_allowed: bool = False) -> None:
-    """Low-rank adapters; `name` is the section's. Reinforcement learning allows no dropout."""
+    """Check low-rank adapters. `name` is the name of the section. Reinforcement learning does not allow dropout."""
     require(lora.rank >= 0, f"{name}.rank must be 0 (no adapters) or greater; got {lora.rank}")
     require(lora.alpha > 0, f"{name}.alpha must be greater than 0; got {lora.alpha}")
     require(0 <= lora.dropout < 1, f"{name}.dropout must be from 0 to below 1; got {lora.dropout}")
@@ -75,7 +75,7 @@ def check_adapters(lora: LoRAConfig, name: str, *, dropout_allowed: bool = False
 
 
 def check_division(model: object, name: str, world_size: int) -> None:
-    """`trainer.<name>.{fsdp_config,sequence_parallel_size}` fit the model's number of workers."""
+    """Check that `trainer.<name>.{fsdp_config,sequence_parallel_size}` fit the model's number of workers."""
     fsdp: FSDPConfig = model.fsdp_config  # type: ignore[attr-defined]
     ranks: int = model.sequence_parallel_size  # type: ignore[attr-defined]
     size = fsdp.fsdp_size if fsdp.fsdp_size != -1 else world_size
@@ -99,7 +99,7 @@ def check_division(model: object, name: str, world_size: int) -> None:
 def _check_shared_devices(config: SkyRLConfig) -> None:
     trainer, placement, generator = config.trainer, config.trainer.placement, config.generator
     if placement.device == "cpu":
-        return  # counts are processes there: any number of them shares the cores
+        return  # counts are processes on a CPU: any number can share the cores
     engine_gpus = generator.num_inference_engines * generator.engine_world_size
     require(
         not placement.colocate_all or placement.policy_world_size == engine_gpus,

@@ -1,4 +1,4 @@
-"""Rules of routing replay: training and engines can carry the routes of a mixture of experts."""
+"""Rules of routing replay: training backend and engines must support the routes of a mixture of experts."""
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry
@@ -7,8 +7,8 @@ from skyrl_train.config.training_backends import TrainingBackendRegistry
 
 
 def check_routing_replay(config: SkyRLConfig) -> None:
-    """`trainer.policy.routing_replay` fits the training backend, the engines and the dialogues. After `auto` is
-    answered. (That the model is a mixture is seen where it is loaded.)"""
+    """Check that `trainer.policy.routing_replay` fits the training backend, the engines and the conversations. Runs
+    after `auto` is resolved. (Whether the model is a mixture is checked at loading.)"""
     replay = config.trainer.policy.routing_replay
     if replay == "off":
         return
@@ -25,7 +25,7 @@ def check_routing_replay(config: SkyRLConfig) -> None:
 
 
 def _check_engines(config: SkyRLConfig, setting: str) -> None:
-    """R3 needs the routes of every token, from the engine that wrote it."""
+    """Check that the engine records the routes of every token, as R3 needs."""
     generator = config.generator
     names = [name for name, entry in EngineRegistry.list_registrations().items() if entry.requires.expert_routes]
     require(

@@ -1,4 +1,4 @@
-"""Rules of the run around the training: paths, trackers, checkpoints."""
+"""Rules of the run: paths, trackers, checkpoints."""
 
 import os
 import warnings
@@ -13,7 +13,7 @@ _MODELS = ("trainer.policy.model.path", "trainer.ref.model.path", "trainer.criti
 
 
 def check_paths(config: SkyRLConfig) -> None:
-    """Check that folders are named, and are folders."""
+    """Check that folders are configured and are not files."""
     for name in _PATHS:
         path = value_of(config, name)
         if path is None:
@@ -36,7 +36,7 @@ def check_paths(config: SkyRLConfig) -> None:
 
 
 def check_loggers(config: SkyRLConfig) -> None:
-    """Check that a tracker that needs a key has one, and that one takes what it is to be sent."""
+    """Check that trackers have the keys they need and support the data to be sent."""
     trainer = config.trainer
     sent = {
         "trainer.tags": (bool(trainer.tags), TAG_TRACKERS),
@@ -60,7 +60,7 @@ def check_loggers(config: SkyRLConfig) -> None:
 
 
 def check_checkpoints(config: SkyRLConfig) -> None:
-    """Check that the settings of keeping and of resuming checkpoints do not contradict each other."""
+    """Check that the settings for keeping and resuming checkpoints do not contradict each other."""
     trainer = config.trainer
     require(
         trainer.max_ckpts_to_keep == -1 or trainer.max_ckpts_to_keep > 0,
@@ -85,7 +85,7 @@ def check_checkpoints(config: SkyRLConfig) -> None:
 
 
 def check_profiler(config: SkyRLConfig) -> None:
-    """Check the settings of the policy's profile."""
+    """Check the profiler settings of the policy."""
     name, settings = "trainer.policy.torch_profiler_config", config.trainer.policy.torch_profiler_config
     check_bounds(settings, name)
     if not settings.enable:

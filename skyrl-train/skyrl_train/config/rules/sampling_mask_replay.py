@@ -1,4 +1,4 @@
-"""Rules of sampling-mask replay: engines return the tokens that truncation kept, training renormalizes over them."""
+"""Rules of sampling-mask replay: engines return the tokens kept by truncation, training renormalizes over them."""
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry
@@ -9,8 +9,8 @@ _SETTING = "trainer.policy.sampling_mask_replay=true"
 
 
 def check_sampling_mask_replay(config: SkyRLConfig) -> None:
-    """`trainer.policy.sampling_mask_replay` fits sampling, training backend, engines and dialogues. After `auto` is
-    answered."""
+    """Check that `trainer.policy.sampling_mask_replay` fits sampling, training backend, engines and conversations. Runs
+    after `auto` is resolved."""
     if not config.trainer.policy.sampling_mask_replay:
         return
     _check_sampling(config)

@@ -1,4 +1,4 @@
-"""Rules of the training backend: its declared traits against what the run asks of it."""
+"""Rules of the training backend: its traits against the requirements of the run."""
 
 import warnings
 
@@ -10,7 +10,7 @@ from skyrl_train.config.typed import iter_settings
 
 
 def replace_old_name(trainer: TrainerConfig) -> None:
-    """Replace a backend's name in other releases by the present one, with a warning."""
+    """Replace a backend's name in other releases by the current one, with a warning."""
     present = TrainingBackendRegistry.get_requirements(trainer.strategy).alias_of
     if present is not None:
         warnings.warn(
@@ -22,7 +22,7 @@ def replace_old_name(trainer: TrainerConfig) -> None:
 
 
 def check_training_backend(config: SkyRLConfig) -> None:
-    """The backend of `trainer.strategy` is installed and can hold every model of the run."""
+    """Check that the backend of `trainer.strategy` is installed and supports all models of the run."""
     trainer, placement = config.trainer, config.trainer.placement
     replace_old_name(trainer)
     strategy = f"trainer.strategy={trainer.strategy}"
@@ -57,7 +57,7 @@ def check_training_backend(config: SkyRLConfig) -> None:
 
 
 def _check_sections(config: SkyRLConfig) -> None:
-    """Check that settings which only another backend reads are at their defaults."""
+    """Check that settings that only another backend reads are at their defaults."""
     strategy = config.trainer.strategy
     names = TrainingBackendRegistry.list_registrations()
     others = {TrainingBackendRegistry.get_requirements(name).section for name in names if name != strategy} - {None}
