@@ -31,12 +31,12 @@ __all__ = [
     "AdvantageEstimator",
     "AdvantageEstimatorRegistry",
     "EstimatorRequirements",
-    "group_means",
-    "group_numbers",
-    "negative_groups",
+    "compute_group_means",
+    "compute_group_numbers",
+    "compute_turn_numbers",
+    "count_negative_groups",
     "normalize_advantages",
     "register_advantage_estimator",
-    "turn_numbers",
 ]
 
 _GROUPS = EstimatorRequirements(critic=False, groups=True)
@@ -69,14 +69,14 @@ def grpo_advantages(
     Returns:
         advantages and returns (equal here), [B, T], 0 outside `response_mask`.
     """
-    scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
-    mean_G, size_G = group_means(scores_B, group_B, counts_B)
+    scores_B, group_B, counts_B = _compute_scores_and_groups(token_level_rewards, response_mask, index)
+    mean_G, size_G = compute_group_means(scores_B, group_B, counts_B)
     alone_B = size_G[group_B] == 1
     centred_B = scores_B - torch.where(alone_B, 0.0, mean_G[group_B])
     if grpo_norm_by_std:
-        std_G = _group_stds(centred_B, group_B, counts_B, size_G)
+        std_G = _compute_group_stds(centred_B, group_B, counts_B, size_G)
         centred_B = centred_B / (torch.where(alone_B, 1.0, std_G[group_B]) + _EPSILON)
-    return _of_every_token(centred_B, response_mask, token_level_rewards)
+    return _expand_to_tokens(centred_B, response_mask, token_level_rewards)
 
 
 @register_advantage_estimator("rloo", requires=_GROUPS)
@@ -94,10 +94,10 @@ def rloo_advantages(
     Returns:
         advantages and returns (equal here), [B, T], 0 outside `response_mask`.
     """
-    scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
-    mean_G, size_G = group_means(scores_B, group_B, counts_B)
+    scores_B, group_B, counts_B = _compute_scores_and_groups(token_level_rewards, response_mask, index)
+    mean_G, size_G = compute_group_means(scores_B, group_B, counts_B)
     scale_G = size_G / (size_G - 1).clamp(min=1)
-    return _of_every_token((scores_B - mean_G[group_B]) * scale_G[group_B], response_mask, token_level_rewards)
+    return _expand_to_tokens((scores_B - mean_G[group_B]) * scale_G[group_B], response_mask, token_level_rewards)
 
 
 @register_advantage_estimator(
@@ -112,23 +112,25 @@ def maxrl_advantages(
         A_b = (score_b - mean of the group) / mean of the group         0 in a group whose mean is 0
 
     Defined for non-negative scores only. A group with a negative mean gets 0 (the division would flip the signs);
-    `negative_groups` counts such groups. In a group of one, the mean is the score: 0.
+    `count_negative_groups` counts such groups. In a group of one, the mean is the score: 0.
 
     Returns:
         advantages and returns (equal here), [B, T], 0 outside `response_mask`.
     """
-    scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
-    mean_G = group_means(scores_B, group_B, counts_B)[0]
+    scores_B, group_B, counts_B = _compute_scores_and_groups(token_level_rewards, response_mask, index)
+    mean_G = compute_group_means(scores_B, group_B, counts_B)[0]
     mean_B = mean_G[group_B]
     divisor_B = torch.where(mean_B > 0, mean_B, 1.0)
     values_B = torch.where(mean_B > 0, (scores_B - mean_B) / divisor_B, 0.0)
-    return _of_every_token(values_B, response_mask, token_level_rewards)
+    return _expand_to_tokens(values_B, response_mask, token_level_rewards)
 
 
-def negative_groups(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable]) -> int:
+def count_negative_groups(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable]
+) -> int:
     """Count the groups with a mean score below 0, for which `maxrl` is not defined."""
-    scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
-    return int((group_means(scores_B, group_B, counts_B)[0] < 0).sum())
+    scores_B, group_B, counts_B = _compute_scores_and_groups(token_level_rewards, response_mask, index)
+    return int((compute_group_means(scores_B, group_B, counts_B)[0] < 0).sum())
 
 
 @register_advantage_estimator("reinforce++_baseline", requires=_GROUPS)
@@ -152,16 +154,16 @@ def reinforce_baseline_advantages(
     Returns:
         advantages, [B, T], 0 outside `action_mask`, and A' as returns.
     """
-    scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
-    mean_G = group_means(scores_B, group_B, counts_B)[0]
-    centred = _of_every_token(scores_B - mean_G[group_B], action_mask, token_level_rewards)[0]
+    scores_B, group_B, counts_B = _compute_scores_and_groups(token_level_rewards, response_mask, index)
+    mean_G = compute_group_means(scores_B, group_B, counts_B)[0]
+    centred = _expand_to_tokens(scores_B - mean_G[group_B], action_mask, token_level_rewards)[0]
     return normalize_advantages(centred, action_mask), centred
 
 
 # ---- credit over turns and tokens
 
 
-def turn_numbers(action_mask: torch.Tensor) -> torch.Tensor:
+def compute_turn_numbers(action_mask: torch.Tensor) -> torch.Tensor:
     """Compute the turn number of each token, from 0: int64 [B, T].
 
     A turn starts with a run of 1s in the action mask and ends before the next run, so it includes the environment's
@@ -205,14 +207,14 @@ def turn_grpo_advantages(
     nothing = torch.zeros(len(columns), num_columns, dtype=torch.float64, device=columns.device)
     rewards_BK = nothing.scatter_add(1, columns, token_level_rewards.double())[:, 1:]
     counts_BK = nothing.scatter(1, columns, 1.0)[:, 1:] != 0
-    returns_BK = _returns(rewards_BK, torch.ones_like(counts_BK), torch.ones_like(counts_BK), gamma)
+    returns_BK = _compute_returns(rewards_BK, torch.ones_like(counts_BK), torch.ones_like(counts_BK), gamma)
     # Turn k of a group is treated as a separate group.
-    group_BK = group_numbers(index).to(columns.device)[:, None] * (num_columns - 1)
+    group_BK = compute_group_numbers(index).to(columns.device)[:, None] * (num_columns - 1)
     group_BK = group_BK + torch.arange(num_columns - 1, device=columns.device)
-    mean_G, size_G = group_means(returns_BK.flatten(), group_BK.flatten(), counts_BK.flatten())
+    mean_G, size_G = compute_group_means(returns_BK.flatten(), group_BK.flatten(), counts_BK.flatten())
     centred_BK = torch.where(size_G[group_BK] > 1, returns_BK - mean_G[group_BK], 0.0)
     if grpo_norm_by_std:
-        std_G = _group_stds(centred_BK.flatten(), group_BK.flatten(), counts_BK.flatten(), size_G)
+        std_G = _compute_group_stds(centred_BK.flatten(), group_BK.flatten(), counts_BK.flatten(), size_G)
         centred_BK = centred_BK / (std_G[group_BK] + _EPSILON)
     dtype = token_level_rewards.dtype
     advantages, returns = (F.pad(values, (1, 0)).to(dtype).gather(1, columns) for values in (centred_BK, returns_BK))
@@ -255,7 +257,7 @@ def reinforce_advantages(
     Returns:
         advantages and G, [B, T], 0 outside `action_mask`.
     """
-    returns = _returns(token_level_rewards, response_mask != 0, action_mask != 0, gamma)
+    returns = _compute_returns(token_level_rewards, response_mask != 0, action_mask != 0, gamma)
     return normalize_advantages(returns, action_mask), returns
 
 
@@ -292,7 +294,7 @@ def gae_advantages(
     if values is None:
         raise ValueError("gae needs the critic's values")
     actions = action_mask != 0
-    returns = _returns(token_level_rewards, response_mask != 0, actions, gamma, lambd, values)
+    returns = _compute_returns(token_level_rewards, response_mask != 0, actions, gamma, lambd, values)
     return normalize_advantages(returns - values, actions), returns
 
 
@@ -315,13 +317,13 @@ def normalize_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.
 # ---- groups
 
 
-def group_numbers(index: Sequence[Hashable]) -> torch.Tensor:
+def compute_group_numbers(index: Sequence[Hashable]) -> torch.Tensor:
     """Map group names to numbers 0..G-1 [B], in order of first appearance."""
     numbers: dict[Hashable, int] = {}
     return torch.tensor([numbers.setdefault(name, len(numbers)) for name in index], dtype=torch.int64)
 
 
-def group_means(
+def compute_group_means(
     scores_B: torch.Tensor, group_B: torch.Tensor, counts_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the mean score and number of counted samples of each group [G]; both are 0 for a group without any."""
@@ -330,7 +332,7 @@ def group_means(
     return sum_G / size_G.clamp(min=1), size_G
 
 
-def _group_stds(
+def _compute_group_stds(
     centred_B: torch.Tensor, group_B: torch.Tensor, counts_B: torch.Tensor, size_G: torch.Tensor
 ) -> torch.Tensor:
     """Compute the standard deviation of each group [G] (divisor n - 1) from scores minus the group's mean."""
@@ -338,17 +340,17 @@ def _group_stds(
     return (torch.bincount(group_B, weights=squares_B) / (size_G - 1).clamp(min=1)).sqrt()
 
 
-def _scores_and_groups(
+def _compute_scores_and_groups(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute for each sequence, [B] each: its summed reward (float64), its group number, and whether it counts (a
     sequence without tokens does not)."""
     mask = response_mask != 0
     scores_B = torch.where(mask, token_level_rewards, 0.0).sum(dim=-1, dtype=torch.float64)
-    return scores_B, group_numbers(index).to(scores_B.device), mask.any(dim=-1)
+    return scores_B, compute_group_numbers(index).to(scores_B.device), mask.any(dim=-1)
 
 
-def _of_every_token(
+def _expand_to_tokens(
     values_B: torch.Tensor, mask: torch.Tensor, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Expand values of sequences to their tokens [B, T], as advantages and as returns."""
@@ -359,7 +361,7 @@ def _of_every_token(
 # ---- time
 
 
-def _returns(
+def _compute_returns(
     rewards: torch.Tensor,
     response: torch.Tensor,
     actions: torch.Tensor,

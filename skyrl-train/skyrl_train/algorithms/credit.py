@@ -11,20 +11,20 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from skyrl_train.algorithms.advantages import group_numbers
+from skyrl_train.algorithms.advantages import compute_group_numbers
 
 
-def step_numbers(trajectory_ids: Sequence[Hashable]) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_step_numbers(trajectory_ids: Sequence[Hashable]) -> tuple[torch.Tensor, torch.Tensor]:
     """Number trajectories (by first appearance) and the steps of each (by order of rows): two int64 [B]."""
     seen: dict[Hashable, int] = {}
     steps = []
     for name in trajectory_ids:
         steps.append(seen.get(name, 0))
         seen[name] = steps[-1] + 1
-    return group_numbers(trajectory_ids), torch.tensor(steps, dtype=torch.int64)
+    return compute_group_numbers(trajectory_ids), torch.tensor(steps, dtype=torch.int64)
 
 
-def trajectory_matrix(
+def build_trajectory_matrix(
     rewards_B: torch.Tensor, trajectory_B: torch.Tensor, step_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Arrange rewards of rows in a matrix of trajectories and steps.
@@ -39,7 +39,7 @@ def trajectory_matrix(
     Raises:
         ValueError: two rows have the same step of a trajectory.
     """
-    num_trajectories, num_steps = _size(trajectory_B), _size(step_B)
+    num_trajectories, num_steps = _get_size(trajectory_B), _get_size(step_B)
     # Cells are counted instead of set, so that duplicate steps have a count above 1.
     cells = trajectory_B * num_steps + step_B
     mask = torch.bincount(cells, minlength=num_trajectories * num_steps)
@@ -50,10 +50,10 @@ def trajectory_matrix(
     return rewards, mask.view(num_trajectories, num_steps).to(rewards.dtype)
 
 
-def rows_of_matrix(values: torch.Tensor, trajectory_B: torch.Tensor, step_B: torch.Tensor) -> torch.Tensor:
+def gather_rows(values: torch.Tensor, trajectory_B: torch.Tensor, step_B: torch.Tensor) -> torch.Tensor:
     """Gather the entry of each batch row, [B], from a matrix [M, K]: the inverse of `build_trajectory_matrix`."""
     return values[trajectory_B, step_B]
 
 
-def _size(numbers: torch.Tensor) -> int:
+def _get_size(numbers: torch.Tensor) -> int:
     return int(numbers.max()) + 1 if len(numbers) else 0

@@ -11,7 +11,7 @@ import torch
 KLDirection = Literal["reverse", "forward"]
 
 
-def candidate_kl(
+def compute_candidate_kl(
     student: torch.Tensor, teacher: torch.Tensor, direction: KLDirection, *, with_tail: bool
 ) -> torch.Tensor:
     """Compute the KL divergence of two distributions over the same K tokens, with all other tokens as one more outcome:
@@ -47,7 +47,7 @@ def candidate_kl(
     return divergence + (s_rest * log_ratio if direction == "reverse" else -t_rest * log_ratio)
 
 
-def teacher_advantages(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:
+def compute_teacher_advantages(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:
     """Compute the advantage of each sampled token [B, R] from the k1 estimate of the reverse KL divergence, without a
     baseline or a sum over later tokens:
 

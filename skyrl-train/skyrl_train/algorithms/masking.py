@@ -3,7 +3,7 @@
 import torch
 
 
-def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+def to_at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
     """Convert half precision and integers to float32; float32 and float64 are unchanged."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
@@ -13,5 +13,5 @@ def apply_mask(mask: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch
 
     Call it before any arithmetic: masked positions may hold NaN or infinity, and NaN * 0 is NaN, in the gradient too.
     """
-    numbers = tuple(at_least_float32(tensor) for tensor in tensors)
+    numbers = tuple(to_at_least_float32(tensor) for tensor in tensors)
     return numbers if mask is None else tuple(torch.where(mask != 0, tensor, 0.0) for tensor in numbers)

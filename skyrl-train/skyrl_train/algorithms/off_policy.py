@@ -70,19 +70,19 @@ def correct_off_policy(
     if not config.is_on:
         return Correction(None, loss_mask)
     rules = _Rules(_log_ratio(old_log_probs, rollout_logprobs, loss_mask), loss_mask != 0)
-    weights = _truncated_weights(rules, config)
+    weights = _compute_truncated_weights(rules, config)
     rejected = torch.zeros_like(rules.tokens)
     if config.sequence_mask_metric is not None:
-        rejected |= _sequences_out_of_range(rules, config)
+        rejected |= _find_out_of_range_sequences(rules, config)
     # exp is monotonic: the extremes are taken of the logarithms. The fill value keeps a sequence without tokens inside
     # any bounds.
     smallest_B1 = rules.log_ratio.masked_fill(~rules.tokens, float("inf")).amin(-1, keepdim=True).exp()
     largest_B1 = rules.log_ratio.masked_fill(~rules.tokens, float("-inf")).amax(-1, keepdim=True).exp()
     bounds = config.outlier_token_is_threshold_low, config.outlier_token_is_threshold_high
-    rejected |= rules.outside("outlier_seq", smallest_B1, largest_B1, *bounds)
+    rejected |= rules.find_outside("outlier_seq", smallest_B1, largest_B1, *bounds)
     bounds = config.token_mask_is_threshold_low, config.token_mask_is_threshold_high
-    rejected |= rules.outside("token_mask", rules.ratio, rules.ratio, *bounds)
-    metrics = rules.metrics | _ratio_metrics(rules) if rules.tokens.any() else {}
+    rejected |= rules.find_outside("token_mask", rules.ratio, rules.ratio, *bounds)
+    metrics = rules.metrics | _compute_ratio_metrics(rules) if rules.tokens.any() else {}
     # A new tensor: the caller still needs the incoming mask, over which metrics and other rules are counted.
     remaining = torch.where(rejected, torch.zeros_like(loss_mask), loss_mask)
     return Correction(weights, remaining, {METRIC_PREFIX + name: value for name, value in metrics.items()})
@@ -102,13 +102,13 @@ class _Rules:
         self.sequences_B1 = tokens.any(-1, keepdim=True)
         self.metrics: dict[str, float] = {}
 
-    def share(self, hit: torch.Tensor) -> float:
+    def compute_fraction(self, hit: torch.Tensor) -> float:
         """Compute the fraction of tokens [B, T], or of non-empty sequences [B, 1], where `hit` is true."""
         # Rules of tokens and of sequences share a name; the shape, [B, T] or [B, 1], tells them apart.
         of = self.tokens if hit.shape == self.tokens.shape else self.sequences_B1
         return ((hit & of).sum() / of.sum().clamp(min=1)).item()
 
-    def outside(
+    def find_outside(
         self, name: str, smallest: torch.Tensor, largest: torch.Tensor, low: float | None, high: float | None
     ) -> torch.Tensor:
         """Return where `smallest` is below `low` or `largest` above `high`, counted under `name`; nowhere without
@@ -118,9 +118,9 @@ class _Rules:
             return nowhere
         under = nowhere if low is None else smallest < low
         over = nowhere if high is None else largest > high
-        self.metrics[f"{name}_masked_ratio"] = self.share(under | over)
-        self.metrics[f"{name}_under_low_ratio"] = self.share(under)
-        self.metrics[f"{name}_over_high_ratio"] = self.share(over)
+        self.metrics[f"{name}_masked_ratio"] = self.compute_fraction(under | over)
+        self.metrics[f"{name}_under_low_ratio"] = self.compute_fraction(under)
+        self.metrics[f"{name}_over_high_ratio"] = self.compute_fraction(over)
         return under | over
 
 
@@ -131,34 +131,34 @@ def _log_ratio(old_log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, mask
     return (old_log_probs - rollout_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-def _truncated_weights(rules: _Rules, config: OffPolicyCorrectionConfig) -> torch.Tensor | None:
+def _compute_truncated_weights(rules: _Rules, config: OffPolicyCorrectionConfig) -> torch.Tensor | None:
     if config.tis_ratio_type is None:
         return None
     if config.tis_ratio_type == "token":
         name, ratio = "tis_token", rules.ratio
         low, high = config.token_tis_ratio_clip_low, config.token_tis_ratio_clip_high
     else:
-        name, ratio = "tis_seq", _sequence_ratio(rules, "product")
+        name, ratio = "tis_seq", _compute_sequence_ratio(rules, "product")
         low, high = config.sequence_tis_ratio_clip_low, config.sequence_tis_ratio_clip_high
-    rules.metrics[f"{name}_clip_high_ratio"] = rules.share(ratio > high)
+    rules.metrics[f"{name}_clip_high_ratio"] = rules.compute_fraction(ratio > high)
     # The cap bounds the variance, which only large ratios raise. A lower bound adds bias, to keep training tokens that
     # the trainer finds much less likely than the engine did.
     if low > 0:
-        rules.metrics[f"{name}_clip_low_ratio"] = rules.share(ratio < low)
+        rules.metrics[f"{name}_clip_low_ratio"] = rules.compute_fraction(ratio < low)
     # 1 outside the mask, so that a product with the loss changes nothing there.
     return torch.where(rules.tokens, ratio.clamp(low, high), 1.0)
 
 
-def _sequences_out_of_range(rules: _Rules, config: OffPolicyCorrectionConfig) -> torch.Tensor:
+def _find_out_of_range_sequences(rules: _Rules, config: OffPolicyCorrectionConfig) -> torch.Tensor:
     if config.sequence_mask_metric == "product":
         name, low, high = "product_sequence_mask", config.product_mask_low, config.product_mask_high
     else:
         name, low, high = "geo_sequence_mask", config.geo_mask_low, config.geo_mask_high
-    ratio_B1 = _sequence_ratio(rules, config.sequence_mask_metric)
-    return rules.outside(name, ratio_B1, ratio_B1, low, high)
+    ratio_B1 = _compute_sequence_ratio(rules, config.sequence_mask_metric)
+    return rules.find_outside(name, ratio_B1, ratio_B1, low, high)
 
 
-def _sequence_ratio(rules: _Rules, metric: str | None) -> torch.Tensor:
+def _compute_sequence_ratio(rules: _Rules, metric: str | None) -> torch.Tensor:
     """Compute the product or the geometric mean of a sequence's ratios [B, 1]."""
     # A sum of logarithms: the product of thousands of ratios would overflow float32. Each is clamped, masked ones are
     # 0.
@@ -168,7 +168,7 @@ def _sequence_ratio(rules: _Rules, metric: str | None) -> torch.Tensor:
     return log_ratio_B1.exp()
 
 
-def _ratio_metrics(rules: _Rules) -> dict[str, float]:
+def _compute_ratio_metrics(rules: _Rules) -> dict[str, float]:
     # float64: metrics of millions of tokens are sums in which float32 would lose small differences.
     ratio = rules.ratio[rules.tokens].double()
     return {

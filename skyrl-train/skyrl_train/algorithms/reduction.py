@@ -12,8 +12,8 @@ from typing import Literal, get_args
 
 import torch
 
-from skyrl_train.algorithms.advantages import group_numbers
-from skyrl_train.algorithms.masking import at_least_float32
+from skyrl_train.algorithms.advantages import compute_group_numbers
+from skyrl_train.algorithms.masking import to_at_least_float32
 
 LossReduction = Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"]
 
@@ -45,14 +45,14 @@ def token_weights(
     Raises:
         ValueError: unknown reduction, or a missing argument.
     """
-    mask = at_least_float32(loss_mask)
+    mask = to_at_least_float32(loss_mask)
     tokens_B1 = mask.sum(dim=1, keepdim=True)
     if reduction == "token_mean":
         # clamp: a mini-batch in which every rollout failed has loss 0 and not 0 / 0.
         return mask / mask.sum().clamp(min=1)
     if reduction in ("sequence_mean", "seq_mean_token_sum_norm"):
         if sequences is not None:
-            tokens_B1, num_sequences = _by_group(tokens_B1, sequences)
+            tokens_B1, num_sequences = _sum_by_group(tokens_B1, sequences)
         else:
             num_sequences = (tokens_B1 > 0).sum().clamp(min=1)
         if reduction == "sequence_mean":
@@ -63,15 +63,15 @@ def token_weights(
     if reduction == "prompt_mean":
         if index is None or len(index) != len(mask):
             raise ValueError("prompt_mean averages over prompts: give the prompt of every sequence as `index`")
-        tokens_B1, num_prompts = _by_group(tokens_B1, index)
+        tokens_B1, num_prompts = _sum_by_group(tokens_B1, index)
         return mask / (num_prompts * tokens_B1.clamp(min=1))
     raise ValueError(f"loss_reduction must be one of {', '.join(get_args(LossReduction))}; got {reduction!r}")
 
 
-def _by_group(tokens_B1: torch.Tensor, groups: Sequence[Hashable]) -> tuple[torch.Tensor, torch.Tensor]:
+def _sum_by_group(tokens_B1: torch.Tensor, groups: Sequence[Hashable]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return for each row the tokens of all rows of its group [B, 1], and the number of non-empty groups, at
     least 1."""
-    group_B = group_numbers(groups).to(tokens_B1.device)
+    group_B = compute_group_numbers(groups).to(tokens_B1.device)
     # There are at most as many groups as rows; cells of missing groups stay 0 and are not counted.
     tokens_G1 = torch.zeros_like(tokens_B1).index_add_(0, group_B, tokens_B1)
     return tokens_G1[group_B], (tokens_G1 > 0).sum().clamp(min=1)

@@ -11,13 +11,13 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from skyrl_train.algorithms.advantages import group_numbers
+from skyrl_train.algorithms.advantages import compute_group_numbers
 
 TOLERANCE = 1e-6
 """Largest difference of rewards that count as equal, to absorb rounding."""
 
 
-def informative_groups(
+def find_informative_groups(
     rewards: Sequence[float | None], uids: Sequence[Hashable], tolerance: float = TOLERANCE
 ) -> list[Hashable]:
     """Return the groups whose rewards differ, in order of first appearance.
@@ -29,14 +29,14 @@ def informative_groups(
         rewards: B numbers, one per rollout (summed over its tokens).
         uids: B names of groups.
     """
-    return [uid for uid, is_informative in _informative_by_uid(rewards, uids, tolerance).items() if is_informative]
+    return [uid for uid, is_informative in _map_informative_uids(rewards, uids, tolerance).items() if is_informative]
 
 
-def zero_variance_rows(
+def find_zero_variance_rows(
     rewards: Sequence[float | None], uids: Sequence[Hashable], tolerance: float = TOLERANCE
 ) -> torch.Tensor:
     """Return the rows [B] bool of uninformative groups, which should not train (`zero_variance_filter`)."""
-    informative = _informative_by_uid(rewards, uids, tolerance)
+    informative = _map_informative_uids(rewards, uids, tolerance)
     return torch.tensor([not informative[uid] for uid in uids], dtype=torch.bool)
 
 
@@ -63,7 +63,7 @@ def draw_replacements(
     return [number if is_informative else good[next(draws)] for number, is_informative in enumerate(informative)]
 
 
-def overlong_penalty(lengths: torch.Tensor, limit: int, buffer_len: int, factor: float) -> torch.Tensor:
+def compute_overlong_penalty(lengths: torch.Tensor, limit: int, buffer_len: int, factor: float) -> torch.Tensor:
     """Compute the soft penalty on long responses (DAPO, https://arxiv.org/abs/2503.14476, eq. 13), to be added to the
     reward:
 
@@ -89,7 +89,7 @@ def overlong_penalty(lengths: torch.Tensor, limit: int, buffer_len: int, factor:
     return (0.0 - factor * excess.clamp(0.0, 1.0)).float()
 
 
-def _informative_by_uid(
+def _map_informative_uids(
     rewards: Sequence[float | None], uids: Sequence[Hashable], tolerance: float
 ) -> dict[Hashable, bool]:
     """Map each group to True if its rewards differ, in order of first appearance."""
@@ -98,7 +98,7 @@ def _informative_by_uid(
     names = list(dict.fromkeys(uids))
     scores_B = torch.tensor([math.nan if reward is None else float(reward) for reward in rewards], dtype=torch.float64)
     counts_B = scores_B.isfinite()
-    group_B, scores_B = group_numbers(uids)[counts_B], scores_B[counts_B]
+    group_B, scores_B = compute_group_numbers(uids)[counts_B], scores_B[counts_B]
     size_G = torch.bincount(group_B, minlength=len(names))
     nothing_G = torch.zeros(len(names), dtype=torch.float64)
     highest_G = nothing_G.scatter_reduce(0, group_B, scores_B, "amax", include_self=False)

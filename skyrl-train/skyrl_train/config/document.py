@@ -14,7 +14,7 @@ from skyrl_gym.envs.registration import env_class_of, registry
 from skyrl_train.config.base import get_default_values
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.other_releases import OTHER_RELEASES, REFUSED_CHOICES, Moved, Refusal, Repeated, Unset
-from skyrl_train.config.typed import REST, SECTIONS, describe_expectation, join, get_registered_sections
+from skyrl_train.config.typed import REST, SECTIONS, describe_expectation, get_registered_sections, join
 
 _INTRODUCTION = """\
 # Configuration

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from skyrl_train.config.base import BaseConfig
-from skyrl_train.config.engine_kinds import select_automatic_backend, get_backend_choices
+from skyrl_train.config.engine_kinds import get_backend_choices, select_automatic_backend
 from skyrl_train.config.harness import HarnessConfig
 from skyrl_train.config.typed import Choices, make_reference
 

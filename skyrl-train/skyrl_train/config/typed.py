@@ -11,10 +11,10 @@ from difflib import SequenceMatcher
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from skyrl_train.config.other_releases import (
-    is_refused,
     find_moved_names,
     get_choice_refusal_reason,
     get_refusal_reason,
+    is_refused,
 )
 from skyrl_train.errors import ConfigError
 

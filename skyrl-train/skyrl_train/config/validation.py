@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from skyrl_train.config.bounds import check_bounds
 from skyrl_train.config.config import SkyRLConfig, get_config_as_dict
 from skyrl_train.config.fingerprint import fill_fingerprint
-from skyrl_train.config.rules.algorithm import check_algorithm, replace_old_forms
-from skyrl_train.config.rules.asynchronous import check_asynchronous, replace_old_forms_of_asynchronous
+from skyrl_train.config.rules.algorithm import check_algorithm, replace_deprecated_settings
+from skyrl_train.config.rules.asynchronous import check_asynchronous, replace_deprecated_async_settings
 from skyrl_train.config.rules.batches import check_packing, validate_batch_sizes
-from skyrl_train.config.rules.checks import check_positive, require
+from skyrl_train.config.rules.checks import check_positive, check_rule
 from skyrl_train.config.rules.distillation import check_distillation
 from skyrl_train.config.rules.engines import check_backend, check_engines
 from skyrl_train.config.rules.environments import validate_environments
@@ -50,19 +50,19 @@ def validate_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") -> SkyRLCo
     """
     config = validate_generator_cfg(cfg)
     check_positive(config, ("trainer.epochs", "trainer.max_training_steps", "trainer.update_epochs_per_batch"))
-    require(bool(config.data.train_data), "data.train_data is empty; name at least one training set")
-    require(
+    check_rule(bool(config.data.train_data), "data.train_data is empty; name at least one training set")
+    check_rule(
         config.generator.model_name == config.trainer.policy.model.path,
         f"generator.model_name={config.generator.model_name!r} must be trainer.policy.model.path="
         f"{config.trainer.policy.model.path!r}: engines receive the policy's weights; leave generator.model_name out",
     )
-    require(
+    check_rule(
         config.generator.sampling_params.temperature > 0,
         f"generator.sampling_params.temperature={config.generator.sampling_params.temperature} must be greater than 0: "
         "greedy answers to one prompt are all the same, so there is nothing to learn from them",
     )
-    replace_old_forms(config)
-    replace_old_forms_of_asynchronous(config)
+    replace_deprecated_settings(config)
+    replace_deprecated_async_settings(config)
     check_checkpoints(config)
     check_profiler(config)
     check_models(config)
@@ -115,8 +115,8 @@ def validate_supervised_cfg(cfg: "Mapping[str, Any] | DictConfig", config_type: 
     )
     for name, section in trainer.algorithm.sections.items():
         check_bounds(section, f"trainer.algorithm.{name}")
-    require(bool(settings.data.train_data), "data.train_data is empty; name at least one training set")
-    require(settings.data.max_length > 0, f"data.max_length must be greater than 0; got {settings.data.max_length}")
+    check_rule(bool(settings.data.train_data), "data.train_data is empty; name at least one training set")
+    check_rule(settings.data.max_length > 0, f"data.max_length must be greater than 0; got {settings.data.max_length}")
     check_packing(config)
     check_paths(config)
     check_loggers(config)
@@ -136,7 +136,7 @@ def validate_supervised_cfg(cfg: "Mapping[str, Any] | DictConfig", config_type: 
 
 def _resolve_automatic_choices(config: SkyRLConfig) -> None:
     device = config.trainer.placement.resolve_device()
-    require(
+    check_rule(
         not (device == "cpu" and config.generator.weight_sync_backend == "nccl"),
         "generator.weight_sync_backend=nccl needs GPUs, but models run on the CPU (trainer.placement.device="
         f"{config.trainer.placement.device}); use auto or gloo",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry, turn_numbers
+from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry, compute_turn_numbers
 
 Rows = list[list[Any]]
 NAMES = ["grpo", "rloo", "maxrl", "reinforce++", "reinforce++_baseline", "gae", "turn_grpo", "token_reward"]
@@ -40,7 +40,7 @@ def make_batch(seed: int, num_rows: int, num_tokens: int, scale: float = 1.0) ->
         "token_level_rewards": torch.tensor(rewards, dtype=torch.float64),
         "response_mask": torch.tensor(response),
         "action_mask": torch.tensor(action),
-        "turns": turn_numbers(torch.tensor(action)),
+        "turns": compute_turn_numbers(torch.tensor(action)),
         "values": torch.tensor(values, dtype=torch.float64),
         "index": index,
     }

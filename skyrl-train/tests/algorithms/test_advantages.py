@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from skyrl_train.algorithms.advantages import (
+    compute_group_numbers,
+    compute_turn_numbers,
+    count_negative_groups,
     gae_advantages,
-    group_numbers,
     grpo_advantages,
     maxrl_advantages,
-    negative_groups,
     normalize_advantages,
     reinforce_advantages,
     reinforce_baseline_advantages,
     rloo_advantages,
     turn_grpo_advantages,
-    turn_numbers,
 )
 
 ONES = torch.ones(4, 2)
@@ -41,7 +41,7 @@ def test_rloo_compares_sample_with_rest_of_group():
 
 
 def test_groups_are_numbered_by_first_appearance():
-    assert group_numbers(["x", "y", "x", "z"]).tolist() == [0, 1, 0, 2]
+    assert compute_group_numbers(["x", "y", "x", "z"]).tolist() == [0, 1, 0, 2]
 
 
 def test_normalized_advantages_ignore_masked_tokens():
@@ -93,7 +93,7 @@ def test_maxrl_gives_zero_without_success_or_for_negative_rewards():
     rewards = rewards_at_the_end(0, 0, -3, 1)
     advantages, _ = maxrl_advantages(rewards, ONES, ["none", "none", "negative", "negative"])
     assert torch.equal(advantages, torch.zeros(4, 2))
-    assert negative_groups(rewards, ONES, ["none", "none", "negative", "negative"]) == 1
+    assert count_negative_groups(rewards, ONES, ["none", "none", "negative", "negative"]) == 1
 
 
 def test_reinforce_baseline_centres_per_group_and_scales_per_batch():
@@ -141,8 +141,8 @@ def test_gae_without_critic_is_rejected():
 def test_each_run_of_actions_starts_turn():
     actions = torch.tensor([[1, 1, 0, 0, 1, 0, 1], [0, 1, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0]])
     expected = [[0, 0, 0, 0, 1, 1, 2], [0, 0, 0, 1, 1, 1, 1], [0] * 7]
-    assert turn_numbers(actions).tolist() == expected
-    assert turn_numbers(actions).dtype == torch.int64
+    assert compute_turn_numbers(actions).tolist() == expected
+    assert compute_turn_numbers(actions).dtype == torch.int64
 
 
 def test_turn_grpo_compares_turns_with_same_index():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from skyrl_train.algorithms.distillation import candidate_kl, teacher_advantages
+from skyrl_train.algorithms.distillation import compute_candidate_kl, compute_teacher_advantages
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.config import AlgorithmConfig
 from skyrl_train.config.distillation import DistillationConfig
@@ -114,7 +114,7 @@ def test_expected_sampled_gradient_matches_reverse_kl():
 
     every_word = student.log_softmax(dim=-1)[:, None]  # as a batch: one row a token, one token a row
     old, mask = every_word.detach(), torch.ones(NUM_WORDS, 1, dtype=torch.float64)
-    advantages = teacher_advantages(old, teacher[:, None])
+    advantages = compute_teacher_advantages(old, teacher[:, None])
     losses, _ = PolicyLossRegistry.get("importance_sampling")(
         every_word, old, advantages, AlgorithmConfig(), mask, None
     )
@@ -133,7 +133,7 @@ def test_expected_sampled_gradient_matches_reverse_kl():
 )
 def test_divergence_with_tail_matches_manual_result(kl, expected):
     student, teacher = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
-    assert candidate_kl(student, teacher, kl, with_tail=True).item() == pytest.approx(expected, rel=1e-6)
+    assert compute_candidate_kl(student, teacher, kl, with_tail=True).item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
@@ -141,9 +141,9 @@ def test_top_k_sum_without_tail_rewards_leaving_teacher_support(kl):
     """The rest is why a student that puts nothing on the teacher's tokens pays for it."""
     teacher = torch.tensor([[0.6, 0.3]]).log()
     student = torch.tensor([[1e-3, 1e-3]]).log()
-    assert candidate_kl(student, teacher, kl, with_tail=True).item() > 1.5
+    assert compute_candidate_kl(student, teacher, kl, with_tail=True).item() > 1.5
     if kl == "reverse":
-        assert candidate_kl(student, teacher, kl, with_tail=False).item() < 0
+        assert compute_candidate_kl(student, teacher, kl, with_tail=False).item() < 0
 
 
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
@@ -151,7 +151,7 @@ def test_top_k_sum_without_tail_rewards_leaving_teacher_support(kl):
 def test_excluded_tokens_and_deterministic_teacher_give_finite_gradients(kl, with_tail):
     student = torch.tensor([[8.0, -40.0, 1.0], [90.0, 0.0, -90.0]], requires_grad=True)
     teacher = torch.tensor([[0.9, 0.1, 0.0], [1.0, 0.0, 0.0]]).log()
-    divergence = candidate_kl(student.log_softmax(dim=-1), teacher, kl, with_tail=with_tail)
+    divergence = compute_candidate_kl(student.log_softmax(dim=-1), teacher, kl, with_tail=with_tail)
     (gradient,) = torch.autograd.grad(divergence.sum(), student)
     assert divergence.isfinite().all() and gradient.isfinite().all()
 

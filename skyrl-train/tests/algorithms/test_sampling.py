@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from skyrl_train.algorithms.sampling import (
+    compute_overlong_penalty,
     draw_replacements,
-    informative_groups,
-    overlong_penalty,
-    zero_variance_rows,
+    find_informative_groups,
+    find_zero_variance_rows,
 )
 
 REWARDS = [1.0, 0.0, 1.0, 1.0, 0.0, 0.5]
@@ -22,35 +22,35 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def test_group_is_informative_when_rewards_differ():
-    assert informative_groups(REWARDS, UIDS) == ["a", "c"]
-    assert zero_variance_rows(REWARDS, UIDS).tolist() == [False, False, True, True, False, False]
+    assert find_informative_groups(REWARDS, UIDS) == ["a", "c"]
+    assert find_zero_variance_rows(REWARDS, UIDS).tolist() == [False, False, True, True, False, False]
 
 
 def test_single_sample_group_is_kept():
-    assert informative_groups([0.0, 1.0, 1.0], ["alone", "b", "b"]) == ["alone"]
+    assert find_informative_groups([0.0, 1.0, 1.0], ["alone", "b", "b"]) == ["alone"]
 
 
 def test_tolerance_bounds_difference_of_highest_and_lowest_reward():
-    assert informative_groups([0.0, 0.5e-6, 1e-6], ["a"] * 3) == []
-    assert informative_groups([0.0, 0.5e-6, 1.1e-6], ["a"] * 3) == ["a"]
-    assert informative_groups([0.0, 0.2], ["a", "a"], tolerance=0.2) == []
-    assert informative_groups([0.0, 1e-9], ["a", "a"], tolerance=0.0) == ["a"]
+    assert find_informative_groups([0.0, 0.5e-6, 1e-6], ["a"] * 3) == []
+    assert find_informative_groups([0.0, 0.5e-6, 1.1e-6], ["a"] * 3) == ["a"]
+    assert find_informative_groups([0.0, 0.2], ["a", "a"], tolerance=0.2) == []
+    assert find_informative_groups([0.0, 1e-9], ["a", "a"], tolerance=0.0) == ["a"]
 
 
 def test_large_equal_rewards_are_treated_as_equal():
-    assert informative_groups([1e9 / 3] * 7, ["a"] * 7) == []
+    assert find_informative_groups([1e9 / 3] * 7, ["a"] * 7) == []
 
 
 @pytest.mark.parametrize("failed", [None, math.nan, math.inf])
 def test_failed_rollout_is_ignored(failed):
     # Without the failed one, a is (1, 1), b is (1, 0), and c is nothing at all.
     rewards, uids = [1.0, 1.0, failed, 1.0, 0.0, failed, failed], list("aaabbbc")
-    assert informative_groups(rewards, uids) == ["b"]
-    assert zero_variance_rows(rewards, uids).tolist() == [True] * 3 + [False] * 3 + [True]
+    assert find_informative_groups(rewards, uids) == ["b"]
+    assert find_zero_variance_rows(rewards, uids).tolist() == [True] * 3 + [False] * 3 + [True]
 
 
 def test_group_rows_may_be_non_adjacent():
-    assert informative_groups([1.0, 5.0, 0.0, 5.0], ["a", "b", "a", "b"]) == ["a"]
+    assert find_informative_groups([1.0, 5.0, 0.0, 5.0], ["a", "b", "a", "b"]) == ["a"]
 
 
 def test_bad_group_is_replaced_by_copy_of_good_group():
@@ -81,9 +81,9 @@ def test_good_groups_are_unchanged():
 
 def test_missing_reward_is_rejected():
     with pytest.raises(ValueError, match="2 rewards and 1 uids"):
-        informative_groups([1.0, 2.0], ["a"])
+        find_informative_groups([1.0, 2.0], ["a"])
 
 
 def test_empty_overlong_buffer_is_rejected():
     with pytest.raises(ValueError, match="at least one token"):
-        overlong_penalty(torch.tensor([1]), 10, 0, 1.0)
+        compute_overlong_penalty(torch.tensor([1]), 10, 0, 1.0)

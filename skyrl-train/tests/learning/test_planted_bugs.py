@@ -149,7 +149,7 @@ def stale_old_log_probs(plant: pytest.MonkeyPatch) -> None:
 
 
 def std_of_the_batch(plant: pytest.MonkeyPatch) -> None:
-    right = advantages._group_stds
+    right = advantages._compute_group_stds
 
     def of_the_batch(centred_B: torch.Tensor, group_B: Any, counts_B: Any, size_G: torch.Tensor) -> torch.Tensor:
         assert right(centred_B, group_B, counts_B, size_G).shape == size_G.shape
@@ -186,7 +186,7 @@ def missing_zero_grad(plant: pytest.MonkeyPatch) -> None:
 
 
 def own_score_as_baseline_of_a_group_of_one(plant: pytest.MonkeyPatch) -> None:
-    right = advantages.group_means
+    right = advantages.compute_group_means
 
     def never_alone(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mean_G, size_G = right(*given)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config import AlgorithmConfig, SkyRLConfig, compose_config, validate_cfg
-from skyrl_train.config.fingerprint import flatten_settings, compute_settings_fingerprint
+from skyrl_train.config.fingerprint import compute_settings_fingerprint, flatten_settings
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry, PolicyLossRegistry
 from skyrl_train_testing.invariances import check_advantage_estimator, check_policy_loss

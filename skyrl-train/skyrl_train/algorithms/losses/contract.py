@@ -39,10 +39,10 @@ __all__ = [
     "PolicyLossRegistry",
     "TokenSelector",
     "TokenSelectorRegistry",
+    "get_required_rollout_logprobs",
     "importance_ratio",
     "register_policy_loss",
     "register_token_selector",
-    "required_rollout_logprobs",
 ]
 
 LOG_RATIO_BOUND = 20.0
@@ -56,7 +56,7 @@ def importance_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> to
     return (log_probs - old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def required_rollout_logprobs(rollout_logprobs: torch.Tensor | None, loss: str) -> torch.Tensor:
+def get_required_rollout_logprobs(rollout_logprobs: torch.Tensor | None, loss: str) -> torch.Tensor:
     """Return the engine's log-probs. Raises ValueError if they are None; settings rules reject such runs before they
     start."""
     if rollout_logprobs is None:

@@ -15,7 +15,7 @@ from typing import Annotated
 import torch
 
 from skyrl_train.algorithms.losses.contract import importance_ratio, register_policy_loss, register_token_selector
-from skyrl_train.algorithms.losses.surrogates import clipped_surrogate
+from skyrl_train.algorithms.losses.surrogates import compute_clipped_surrogate
 from skyrl_train.algorithms.masking import apply_mask
 from skyrl_train.config import AlgorithmConfig, BaseConfig
 from skyrl_train.config.bounds import AtLeast, Between, NotAbove
@@ -46,7 +46,9 @@ class KLCovConfig(BaseConfig):
     """Weight of the penalty |log_prob - old_log_prob|."""
 
 
-def token_covariance(log_probs: torch.Tensor, advantages: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+def compute_token_covariance(
+    log_probs: torch.Tensor, advantages: torch.Tensor, loss_mask: torch.Tensor
+) -> torch.Tensor:
     """Compute cov [B, T] as above, in float64 (a mini-batch has millions of tokens); 0 outside the mask."""
     log_probs, advantages = apply_mask(loss_mask, log_probs.double(), advantages.double())
     # Means over tokens: the padding was set to 0 and must not count in the denominator either.
@@ -70,8 +72,8 @@ def clip_cov_tokens(
     """Select max(1, int(clip_ratio * N)) tokens [B, T] at random among candidates: clip_cov_lb < cov < clip_cov_ub, and
     not already clipped by PPO. Selects all candidates if there are fewer."""
     log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
-    _, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
-    cov = token_covariance(log_probs, advantages, loss_mask)
+    _, metrics = compute_clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    cov = compute_token_covariance(log_probs, advantages, loss_mask)
     own = config.section(ClipCovConfig)
     candidates = (cov > own.clip_cov_lb) & (cov < own.clip_cov_ub)
     # A token without a gradient would use up one of the few selected tokens.
@@ -79,7 +81,7 @@ def clip_cov_tokens(
     # Noise is below 1, drawn on the driver, and stays with the rows: the choice is the same on any number of ranks. 2
     # sorts all other tokens last.
     order = torch.where(candidates, noise, 2.0).flatten().argsort()
-    return _first(order, candidates, own.clip_ratio, loss_mask)
+    return _select_first(order, candidates, own.clip_ratio, loss_mask)
 
 
 @register_token_selector("kl_cov")
@@ -94,14 +96,14 @@ def kl_cov_tokens(
 ) -> torch.Tensor:
     """Select the max(1, int(kl_cov_frac * N)) tokens [B, T] of highest covariance; noise breaks ties."""
     candidates = loss_mask != 0
-    cov = torch.where(candidates, token_covariance(log_probs, advantages, loss_mask), float("-inf")).flatten()
+    cov = torch.where(candidates, compute_token_covariance(log_probs, advantages, loss_mask), float("-inf")).flatten()
     by_noise = torch.where(candidates, noise, 2.0).flatten().argsort()
     # Sorted by the second key first, then stably by the first.
     order = by_noise[cov[by_noise].argsort(descending=True, stable=True)]
-    return _first(order, candidates, config.section(KLCovConfig).kl_cov_frac, loss_mask)
+    return _select_first(order, candidates, config.section(KLCovConfig).kl_cov_frac, loss_mask)
 
 
-def _first(order: torch.Tensor, candidates: torch.Tensor, share: float, loss_mask: torch.Tensor) -> torch.Tensor:
+def _select_first(order: torch.Tensor, candidates: torch.Tensor, share: float, loss_mask: torch.Tensor) -> torch.Tensor:
     """Select the given fraction of all tokens, at least one, from the candidates [B, T] in the sequence of `order` [B *
     T]."""
     wanted = max(1, int(share * int((loss_mask != 0).sum())))
@@ -130,7 +132,7 @@ def clip_cov_policy_loss(
     `selected_ratio` (1 at selected tokens) and `ratio`.
     """
     log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
-    loss, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    loss, metrics = compute_clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
     selected = selected_tokens.float()
     # Clip and selection are disjoint among candidates; the maximum also handles custom selectors.
     metrics |= {"clip_ratio": torch.maximum(metrics["clip_ratio"], selected), "selected_ratio": selected}

@@ -65,12 +65,12 @@ def dpo_loss(
     # logsigmoid, not log(sigmoid): the latter is -inf where the margin is very negative.
     loss_P = torch.where(complete_P, -torch.nn.functional.logsigmoid(margin_P), 0.0)
 
-    def of_tokens(value_P: torch.Tensor) -> torch.Tensor:
+    def expand_to_tokens(value_P: torch.Tensor) -> torch.Tensor:
         # The reduction divides by tokens or sequences, so each token carries the whole loss of its pair.
         return torch.where(mask != 0, value_P.repeat_interleave(2).unsqueeze(-1), 0.0)
 
     margin_P = margin_P.detach()
-    return of_tokens(loss_P), {
-        "dpo_accuracy": of_tokens((margin_P > 0).float()),
-        "dpo_margin": of_tokens(margin_P),
+    return expand_to_tokens(loss_P), {
+        "dpo_accuracy": expand_to_tokens((margin_P > 0).float()),
+        "dpo_margin": expand_to_tokens(margin_P),
     }

@@ -11,11 +11,11 @@ import torch
 
 from skyrl_train.algorithms.losses.contract import (
     LossRequirements,
+    get_required_rollout_logprobs,
     importance_ratio,
     register_policy_loss,
-    required_rollout_logprobs,
 )
-from skyrl_train.algorithms.losses.surrogates import clipped_surrogate
+from skyrl_train.algorithms.losses.surrogates import compute_clipped_surrogate
 from skyrl_train.algorithms.masking import apply_mask
 from skyrl_train.config import AlgorithmConfig, BaseConfig
 from skyrl_train.config.bounds import Above, AtLeast
@@ -42,7 +42,7 @@ def rollout_is_policy_loss(
     Returns:
         loss of every token [B, T]; metrics `clip_ratio` (1 at dropped tokens) and `ratio`.
     """
-    rollout_logprobs = required_rollout_logprobs(rollout_logprobs, "rollout_is")
+    rollout_logprobs = get_required_rollout_logprobs(rollout_logprobs, "rollout_is")
     log_probs, advantages, rollout_logprobs = apply_mask(loss_mask, log_probs, advantages, rollout_logprobs)
     ratio = importance_ratio(log_probs, rollout_logprobs).detach()
     inside = (ratio > 1 - config.eps_clip_low) & (ratio < 1 + config.eps_clip_high)
@@ -95,13 +95,13 @@ def dppo_policy_loss(
     Returns:
         loss of every token [B, T]; metrics `clip_ratio` (1 at masked tokens) and `ratio` (p / mu).
     """
-    rollout_logprobs = required_rollout_logprobs(rollout_logprobs, "dppo")
+    rollout_logprobs = get_required_rollout_logprobs(rollout_logprobs, "dppo")
     log_probs, advantages, rollout_logprobs = apply_mask(loss_mask, log_probs, advantages, rollout_logprobs)
     ratio = importance_ratio(log_probs, rollout_logprobs)
     own = config.section(DPPOConfig)
     # The bound of the region is a decision: no gradient flows through the comparison.
     with torch.no_grad():
-        divergence = _binary_divergence(log_probs, rollout_logprobs, own.divergence)
+        divergence = _compute_binary_divergence(log_probs, rollout_logprobs, own.divergence)
         risen = (log_probs > rollout_logprobs) & (divergence > own.delta_high)
         fallen = (log_probs < rollout_logprobs) & (divergence > own.delta_low)
         if own.mask == "one_sided":
@@ -111,7 +111,7 @@ def dppo_policy_loss(
     return loss, {"clip_ratio": stopped.float(), "ratio": ratio.detach()}
 
 
-def _binary_divergence(log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, kind: str) -> torch.Tensor:
+def _compute_binary_divergence(log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, kind: str) -> torch.Tensor:
     """Compute the divergence [B, T] of the two distributions over {the token, any other}; KL is KL(rollout ||
     policy).
     """
@@ -158,7 +158,7 @@ def decoupled_ppo_policy_loss(
         pi_old),
             `behavior_weight` and `behavior_capped` (1 where the token is beyond the cap).
     """
-    rollout_logprobs = required_rollout_logprobs(rollout_logprobs, "decoupled_ppo")
+    rollout_logprobs = get_required_rollout_logprobs(rollout_logprobs, "decoupled_ppo")
     log_probs, old_log_probs, advantages, rollout_logprobs = apply_mask(
         loss_mask, log_probs, old_log_probs, advantages, rollout_logprobs
     )
@@ -166,6 +166,6 @@ def decoupled_ppo_policy_loss(
     cap = config.section(DecoupledPPOConfig).behavior_weight_cap
     # Dropped above the cap, not truncated to it: such a large weight indicates a token of another policy.
     capped = torch.zeros_like(weight, dtype=torch.bool) if cap is None else weight > cap
-    loss, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    loss, metrics = compute_clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
     metrics |= {"behavior_weight": weight, "behavior_capped": capped.float()}
     return torch.where(capped, 0.0, weight * loss), metrics

@@ -12,9 +12,9 @@ import torch
 from skyrl_train.algorithms.losses.contract import (
     LOG_RATIO_BOUND,
     LossRequirements,
+    get_required_rollout_logprobs,
     importance_ratio,
     register_policy_loss,
-    required_rollout_logprobs,
 )
 from skyrl_train.algorithms.masking import apply_mask
 from skyrl_train.config import AlgorithmConfig, BaseConfig
@@ -44,10 +44,10 @@ def ppo_policy_loss(
         loss of every token [B, T]; metrics `clip_ratio` (1 where the clipped branch decides) and `ratio`.
     """
     log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
-    return clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    return compute_clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
 
 
-def clipped_surrogate(
+def compute_clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Compute -min(ratio * A, clip(ratio) * A) of every token, for any kind of ratio."""
@@ -77,7 +77,7 @@ def dual_clip_policy_loss(
     Shapes and metrics as in `regular`.
     """
     log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
-    loss, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    loss, metrics = compute_clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
     # -c * A is constant in the policy: where it applies, the token has no gradient.
     bounded = torch.minimum(loss, -config.clip_ratio_c * advantages)
     return torch.where(advantages < 0, bounded, loss), metrics
@@ -111,7 +111,7 @@ def gspo_policy_loss(
     mean_B1 = log_ratio.sum(-1, keepdim=True) / tokens.sum(-1, keepdim=True).clamp(min=1)
     # The last two terms cancel in value but not in gradient: d ratio / d log_prob_t = s_b for every token t.
     ratio = (mean_B1.detach() + log_probs - log_probs.detach()).exp()
-    return clipped_surrogate(ratio, advantages, config)
+    return compute_clipped_surrogate(ratio, advantages, config)
 
 
 @dataclass(kw_only=True)
@@ -154,7 +154,7 @@ def cispo_policy_loss(
     """
     own = config.section(CISPOConfig)
     if own.cispo_anchor == "rollout":
-        old_log_probs = required_rollout_logprobs(rollout_logprobs, "cispo with cispo_anchor=rollout")
+        old_log_probs = get_required_rollout_logprobs(rollout_logprobs, "cispo with cispo_anchor=rollout")
     log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
     # Detached before the clip: the gradient flows through log_probs alone, as in REINFORCE.
     ratio = importance_ratio(log_probs, old_log_probs).detach()

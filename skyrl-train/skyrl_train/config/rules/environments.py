@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from skyrl_train.config.config import SkyRLConfig
-from skyrl_train.config.rules.checks import require
+from skyrl_train.config.rules.checks import check_rule
 from skyrl_train.config.typed import build
 from skyrl_train.errors import ConfigError
 
@@ -21,16 +21,16 @@ def validate_environments(config: SkyRLConfig) -> None:
 
     env_class = config.environment.env_class
     if config.generator.uses_environments:
-        require(
+        check_rule(
             env_class is not None,
             "environment.env_class is null: name an environment, or set generator.task or generator.harness",
         )
         assert env_class is not None
-        _spec("environment.env_class", env_class)
+        _get_spec("environment.env_class", env_class)
     for name, section in config.environment.skyrl_gym.env_configs.items():
         # An environment given as "package.module:Class" has a section named after the class.
         env_id = env_class if env_class and env_class.endswith(f":{name}") else name
-        env_spec = _spec(f"section environment.skyrl_gym.{name}", env_id)
+        env_spec = _get_spec(f"section environment.skyrl_gym.{name}", env_id)
         config_class = getattr(env_class_of(env_spec), "config_class", None)
         if config_class is not None:
             try:
@@ -41,7 +41,7 @@ def validate_environments(config: SkyRLConfig) -> None:
                 raise ConfigError(f"environment.skyrl_gym.{name}: {error}") from error
 
 
-def _spec(setting: str, env_id: str) -> "EnvSpec":
+def _get_spec(setting: str, env_id: str) -> "EnvSpec":
     """Return the environment that a setting names. Raises ConfigError with the nearest id or the import error."""
     from skyrl_gym import error
     from skyrl_gym.envs.registration import registry, spec

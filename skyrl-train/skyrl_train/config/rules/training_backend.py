@@ -4,12 +4,12 @@ import warnings
 
 from skyrl_train.config.config import SkyRLConfig, TrainerConfig
 from skyrl_train.config.models import CriticConfig, PolicyConfig
-from skyrl_train.config.rules.checks import require
+from skyrl_train.config.rules.checks import check_rule
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.config.typed import iter_settings
 
 
-def replace_old_name(trainer: TrainerConfig) -> None:
+def replace_deprecated_strategy(trainer: TrainerConfig) -> None:
     """Replace a backend's name in other releases by the current one, with a warning."""
     present = TrainingBackendRegistry.get_requirements(trainer.strategy).alias_of
     if present is not None:
@@ -24,10 +24,10 @@ def replace_old_name(trainer: TrainerConfig) -> None:
 def check_training_backend(config: SkyRLConfig) -> None:
     """Check that the backend of `trainer.strategy` is installed and supports all models of the run."""
     trainer, placement = config.trainer, config.trainer.placement
-    replace_old_name(trainer)
+    replace_deprecated_strategy(trainer)
     strategy = f"trainer.strategy={trainer.strategy}"
     traits = TrainingBackendRegistry.get_requirements(trainer.strategy)
-    require(traits.is_installed, f"{strategy} needs the package {traits.library}: {traits.install_hint}")
+    check_rule(traits.is_installed, f"{strategy} needs the package {traits.library}: {traits.install_hint}")
     _check_sections(config)
     traits.check_settings(config)
     trained: dict[str, PolicyConfig | CriticConfig] = {"policy": trainer.policy}
@@ -35,7 +35,7 @@ def check_training_backend(config: SkyRLConfig) -> None:
         trained["critic"] = trainer.critic
     for name, model in trained.items():
         rank = model.model.lora.rank
-        require(
+        check_rule(
             rank == 0 or traits.adapters,
             f"{strategy} trains no adapters: trainer.{name}.model.lora.rank={rank} must be 0, or use another strategy",
         )
@@ -43,13 +43,13 @@ def check_training_backend(config: SkyRLConfig) -> None:
     if trainer.num_reference_models:
         num_ranks["ref"] = placement.ref_world_size
     for name, count in num_ranks.items():
-        require(
+        check_rule(
             traits.max_ranks is None or count <= traits.max_ranks,
             f"{strategy} holds a model on at most {traits.max_ranks} ranks; trainer.placement.{name}_num_nodes x "
             f"{name}_num_gpus_per_node is {count}: lower them, or use another strategy",
         )
         size: int = getattr(trainer, name).sequence_parallel_size
-        require(
+        check_rule(
             size == 1 or traits.sequence_parallel,
             f"{strategy} does not divide sequences: trainer.{name}.sequence_parallel_size={size} must be 1, or use "
             "another strategy",
@@ -67,7 +67,7 @@ def _check_sections(config: SkyRLConfig) -> None:
         if others.isdisjoint(name.split(".")):
             continue
         value = getattr(section, field.name)
-        require(
+        check_rule(
             value == defaults[name],
             f"{name}={value!r} is not read by trainer.strategy={strategy}; leave it at {defaults[name]!r}, or use "
             "another strategy",
