@@ -1,12 +1,11 @@
-"""Check that a model, in its form for training, gives the numbers of transformers' own forward.
+"""Check at loading that a model in its training form matches transformers' forward.
 
-Training never uses that forward: rows are packed, attention is ours, logits are made in chunks. A model with a part
-that this leaves out would train on wrong numbers without a sign. So each model is asked once, when it is loaded.
+Training never uses that forward: rows are packed, attention is replaced, logits are computed in chunks. A model with a
+component that this ignores would silently train on wrong numbers, so each model is compared once at loading.
 
-The reference is attention written out in single operations (transformers' `eager`), and it is watched: a forward that
-calls a fused kernel nevertheless would compare that kernel with itself, and is no reference. A model with attention
-functions of its own, instead of those registered with transformers, has no definition but their agreement: all of them
-must give the same numbers.
+The reference is transformers' `eager` attention. If its forward calls a fused kernel nevertheless, that kernel would be
+compared with itself, so it is rejected as a reference. A model with custom attention functions, not registered with
+transformers, has no other definition: all of its functions must give the same numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +22,13 @@ from skyrl_train.models.scoring import ScoringModel, hidden_states, lay_out
 from skyrl_train.models.value_model import ValueModel
 
 _LENGTHS = ((4, 6), (1, 3), (5, 1), (17, 2), (17, 4))
-"""Prompt and response tokens of the rows that are tried: ragged, so that a row that sees its neighbour shows. The last
-two have one prompt, which is computed once where prefixes are shared."""
+"""Prompt and response tokens of the trial rows: ragged, so that attention across rows is detected. The last two share a
+prompt, which is computed once with prefix sharing."""
 
 _TEMPERATURE = 1.3
 
 _TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
-"""Largest accepted difference of log-probs [nats], by number format. A wrong computation differs by a tenth and more;
+"""Largest accepted difference of log-probs [nats], by number format. A wrong computation differs by 0.1 and more;
 different kernels of one number format differ by less than this over many layers."""
 
 _ATTENTION_OF_SETTINGS = {
@@ -44,14 +43,14 @@ _NO_REFERENCE = (
 
 
 def check_scoring(model: ScoringModel | ValueModel, name: str) -> None:
-    """Compare the scores of a few random tokens. Before sharding; on every rank alike, no collective.
+    """Compare the scores of a few random tokens. Call it before sharding; runs identically on every rank, no
+    collective.
 
     Args:
-        name: of the model, for the error.
+        name: name of the model, for the error.
 
     Raises:
-        ConfigError: the numbers differ, or something in the model cannot be computed as the settings say; with the
-            settings that can, if there are any.
+        ConfigError: the numbers differ, or the settings do not support the model; names supporting settings, if any.
     """
     problem = _problem(model)
     if problem is None:
@@ -59,7 +58,7 @@ def check_scoring(model: ScoringModel | ValueModel, name: str) -> None:
     choices = ["trainer.use_sample_packing=false"] if model.packing else []
     choices += ["trainer.flash_attn=false"]
     solved = {None} if _transformers_model(model).config._attn_implementation == "eager" else {None, _NO_REFERENCE}
-    # (A model may choose its attention once, when it is built: loaded as eager it is asked again.)
+    # (A model may choose its attention at construction: loaded as eager it is compared again.)
     working = [setting for setting in choices if _problem(model, _ATTENTION_OF_SETTINGS[setting]) in solved]
     advice = f"Set {working[0]}." if working else "No setting changes that: this model cannot be trained here."
     raise ConfigError(f"{name} cannot be trained as the settings say: {problem}. {advice}")
@@ -67,14 +66,14 @@ def check_scoring(model: ScoringModel | ValueModel, name: str) -> None:
 
 @torch.no_grad()
 def _problem(model: ScoringModel | ValueModel, attention: str | None = None) -> str | None:
-    """Describe the difference to transformers, None for none; with another attention implementation (padded) if one is
-    given."""
+    """Describe the difference to transformers, or return None; with another attention implementation (padded)
+    if given."""
     try:
         with _as_if(model, attention):
             return _unknown_parts(model) or _difference(model)
-    except ValueError as error:  # transformers' or our attention does not know what the model asks for
+    except ValueError as error:  # transformers' or our attention does not support the model's arguments
         return str(error)
-    except Exception as error:  # whatever a model's code raises at a layout that it does not know
+    except Exception as error:  # any error of a model's code with an unsupported layout
         return f"its code fails there ({type(error).__name__}: {error})"
 
 
@@ -82,7 +81,7 @@ def _problem(model: ScoringModel | ValueModel, attention: str | None = None) -> 
 def _as_if(model: ScoringModel | ValueModel, attention: str | None) -> Iterator[None]:
     inner, before = _transformers_model(model), (model.packing, model.sequence_parallel)
     implementation = inner.config._attn_implementation
-    if attention is None and implementation.startswith("flash"):  # which knows no float32
+    if attention is None and implementation.startswith("flash"):  # which does not support float32
         attention = "sdpa"
     try:
         model.sequence_parallel = None
@@ -107,7 +106,7 @@ def _transformers_model(model: ScoringModel | ValueModel) -> Any:
 
 
 def _unknown_parts(model: ScoringModel | ValueModel) -> str | None:
-    """List properties that a few tokens would not show: caps on small scores, windows longer than the rows tried."""
+    """List properties that a few tokens would not reveal: caps on small scores, windows longer than the trial rows."""
     config = model.config.get_text_config()
     if not model.packing:
         cap = getattr(config, "attn_logit_softcapping", None)
@@ -124,7 +123,7 @@ def _unknown_parts(model: ScoringModel | ValueModel) -> str | None:
 
 
 def unknown_layers(model: Any) -> str:
-    """Name the kinds of a transformers model's layers that are not computed over packed rows; "" for none."""
+    """Name the layer kinds of a transformers model that packed rows do not support; "" for none."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     known = {"full_attention", "sliding_attention"}
     if kinds.count(LINEAR_ATTENTION) == len(list(delta_nets(model))):
@@ -133,13 +132,13 @@ def unknown_layers(model: Any) -> str:
 
 
 def differing_rules(config: Any, rows: PackedRows) -> str | None:
-    """Compare windows and caps that attention layers asked for with those of the model's (text) config; None if they
-    agree."""
+    """Describe differences between windows and caps requested by attention layers and the model's (text) config, or
+    return None."""
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if kinds is None:
         kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
-    # Only layers with an attention function note what they ask for.
+    # Only layers with an attention function record their requests.
     kinds = [kind for kind in kinds if kind != LINEAR_ATTENTION]
     expected = [window if kind == "sliding_attention" else None for kind in kinds]
     if not rows.windows:
@@ -184,7 +183,7 @@ def _reference_attention(inner: Any) -> Sequence[str]:
 def _expected(
     model: ScoringModel | ValueModel, attention: str, ours: torch.Tensor, sequences: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """The scores, like `ours`, by the model's own forward of each row alone."""
+    """Compute scores in the form of `ours` with the model's own forward, row by row."""
     expected = torch.zeros_like(ours)
     inner, reference = _transformers_model(model), _reference(model)
     implementation = inner.config._attn_implementation
@@ -199,7 +198,7 @@ def _expected(
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Counter of calls of fused attention kernels: torch's own, or operators of an extension."""
+    """Counter of calls of fused attention kernels: torch's, or operators of an extension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +217,7 @@ class _FusedAttention(TorchFunctionMode):
 
 
 def _reference(model: ScoringModel | ValueModel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Score by the model's own forward: from the tokens [L] of one row to the scores of all but the first [L - 1]."""
+    """Build a scorer from the model's own forward: tokens [L] of a row -> scores of all but the first [L - 1]."""
 
     def log_probs(ids: torch.Tensor) -> torch.Tensor:
         logits = _transformers_model(model)(input_ids=ids[None], use_cache=False).logits[0, :-1]
@@ -233,7 +232,7 @@ def _reference(model: ScoringModel | ValueModel) -> Callable[[torch.Tensor], tor
 
 
 def _trial(model: ScoringModel | ValueModel) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Random sequences [B, T] and their mask, padded like a training batch, and R."""
+    """Build random sequences [B, T], their mask, padded like a training batch, and R."""
     num_prompt, num_response = (max(lengths) for lengths in zip(*_LENGTHS, strict=True))
     table = _transformers_model(model).get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)

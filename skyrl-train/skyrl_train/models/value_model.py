@@ -1,4 +1,4 @@
-"""A critic: a transformers model without its output layer, and in its place one that gives a single number.
+"""Critic: a transformers model whose output layer is replaced by a scalar value head.
 
 Shapes: B sequences, T tokens of prompt and response, R of the response, H hidden size.
 """
@@ -19,13 +19,13 @@ from skyrl_train.models.scoring import hidden_states, lay_out, use_attention
 
 
 class ValueModel(nn.Module):
-    """The root that FSDP shards.
+    """Root module for FSDP.
 
     Args:
         backbone: a transformers model without an output layer. Its parameters keep their names, under "backbone.".
-        head_name: name of the linear layer (no bias) that gives values, as an attribute and in checkpoints.
-        seed: of its first weights, drawn from normal(0, 1 / sqrt(H + 1)) on the CPU: the same on every rank.
-        packing, sequence_parallel, share_prefixes: as in `ScoringModel`.
+        head_name: name of the linear value head (no bias), as an attribute and in checkpoints.
+        seed: seed of its initial weights, drawn from normal(0, 1 / sqrt(H + 1)) on the CPU: equal on all ranks.
+            packing, sequence_parallel, share_prefixes: as in `ScoringModel`.
     """
 
     def __init__(
@@ -60,24 +60,23 @@ class ValueModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The transformers model's."""
+        """Config of the transformers model."""
         return self.backbone.config
 
     @property
     def head(self) -> nn.Linear:
-        """The layer that gives values."""
+        """Value head."""
         return getattr(self, self.head_name)
 
     def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> torch.Tensor:
-        """Compute at each response token the value of the state before it was generated: from the hidden state that
-        predicts it.
+        """Compute the value of the state before each response token, from the hidden state that predicts the token.
 
         Args:
             sequences, attention_mask: [B, T]; prompts padded on the left, responses (the last `num_response` columns)
-                on the right. What stands at padding is not read.
+                on the right. Values at padding are ignored.
 
         Returns:
-            values [B, R] float32, 0 at padding and at a token without one before it.
+            values [B, R] float32, 0 at padding and at a token without a predecessor.
         """
         layout = lay_out(
             sequences, attention_mask, num_response, self.packing, self.sequence_parallel, self.share_prefixes
@@ -98,7 +97,7 @@ def load_value_model(
     share_prefixes: bool = False,
     **loading: object,
 ) -> ValueModel:
-    """A critic that begins as the model in a folder or of a hub name; its head too, if the folder has one.
+    """Load a critic from a model folder or hub name; its head too, if the folder has one.
 
     Args:
         loading: as for `load_causal_lm`.
