@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.distributed.process_group import free_port
-from skyrl_train.models.persistent_buffers import persistent_buffers
+from skyrl_train.models.persistent_buffers import iter_persistent_buffers
 from skyrl_train.training_backends.base import (
     MakeBackend,
     MetricSums,
@@ -349,7 +349,9 @@ def _check_loaded(
     """Compare parameters and buffers with those of the files; with those of one FSDP2 rank where the files have none (a
     critic's head)."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    buffers = dict(persistent_buffers(model))  # sent as they are: a routing bias in bfloat16 would choose other experts
+    buffers = dict(
+        iter_persistent_buffers(model)
+    )  # sent as they are: a routing bias in bfloat16 would choose other experts
     in_files = {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers
     wanted = {name: in_files.get(name, tensor) for name, tensor in expected.loaded.items()}
     _compare(findings, "agreement", "as loaded", wanted, outcome.loaded, tolerance)

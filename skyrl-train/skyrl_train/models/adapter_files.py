@@ -20,7 +20,7 @@ from torch import nn
 from skyrl_gym.whole_folders import replacing
 from skyrl_train.distributed.sharded_tensor import copy_into, gather_full_tensor
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.models.lora import ADAPTER, adapters_of, transformers_model
+from skyrl_train.models.lora import ADAPTER, find_adapters, get_transformers_model
 from skyrl_train.types import JsonObject
 from skyrl_train.utils.io import write_atomically
 
@@ -34,7 +34,7 @@ CHANGES_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
 such an adapter does not fit the original weights."""
 
 
-def adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield A and B of every adapter, gathered, under peft's names, one at a time and in the same order on every rank.
     A collective.
 
@@ -42,7 +42,7 @@ def adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str,
         model: a transformers model, or an object with one as `causal_lm`; sharded or not.
         dtype: dtype to cast to.
     """
-    for adapter in adapters_of(transformers_model(model)):
+    for adapter in find_adapters(get_transformers_model(model)):
         for name, matrix in adapter.matrices.items():
             yield name, gather_full_tensor(matrix, dtype)
 
@@ -60,7 +60,7 @@ def write_adapter_version(
     Raises:
         ConfigError: the initialization of these adapters changed the model's weights, which engines do not have.
     """
-    config = _peft_config(model)
+    config = _get_peft_config(model)
     if not can_be_sent_alone(config.init_lora_weights):
         raise ConfigError(
             f"generator.weight_sync_strategy=adapter cannot go with trainer.policy.model.lora.init_method="
@@ -69,7 +69,7 @@ def write_adapter_version(
         )
     # On every rank, since each tensor is gathered by a collective. Copies: on a CPU, tensors of an unsharded model are
     # the live parameters, which the next step changes before the sent values are compared.
-    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in adapter_tensors(model, dtype)}
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in gather_adapter_tensors(model, dtype)}
     if rank != 0:
         return {}
     with replacing(folder / str(version)) as partial:
@@ -93,13 +93,13 @@ def save_adapter(model: nn.Module, folder: str | Path, base_model_path: str) -> 
         model: as for `gather_adapter_tensors`.
         base_model_path: base model name stored for peft.
     """
-    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in adapter_tensors(model, torch.float32)}
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in gather_adapter_tensors(model, torch.float32)}
     if not dist.is_initialized() or dist.get_rank() == 0:
-        _write(Path(folder), tensors, replace(_peft_config(model), base_model_name_or_path=base_model_path))
+        _write(Path(folder), tensors, replace(_get_peft_config(model), base_model_name_or_path=base_model_path))
 
 
-def _peft_config(model: nn.Module) -> "LoraConfig":
-    return vars(transformers_model(model))["peft_config"][ADAPTER]
+def _get_peft_config(model: nn.Module) -> "LoraConfig":
+    return vars(get_transformers_model(model))["peft_config"][ADAPTER]
 
 
 def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: "LoraConfig") -> None:
@@ -146,20 +146,22 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     file = Path(folder) / WEIGHTS_FILE
     state = load_file(file)
     matrices = {
-        name: matrix for adapter in adapters_of(transformers_model(model)) for name, matrix in adapter.matrices.items()
+        name: matrix
+        for adapter in find_adapters(get_transformers_model(model))
+        for name, matrix in adapter.matrices.items()
     }
     # Compared before anything is copied: a file that does not fit leaves the model unchanged.
-    differing = [name for name in {**matrices, **state} if _shape(state, name) != _shape(matrices, name)]
+    differing = [name for name in {**matrices, **state} if _format_shape(state, name) != _format_shape(matrices, name)]
     if differing:
         name = differing[0]
         raise CheckpointError(
-            f"{file} does not fit the model's adapters: {name} is {_shape(state, name)} in the file and "
-            f"{_shape(matrices, name)} in the model"
+            f"{file} does not fit the model's adapters: {name} is {_format_shape(state, name)} in the file and "
+            f"{_format_shape(matrices, name)} in the model"
         )
     with torch.no_grad():
         for name, matrix in matrices.items():
             copy_into(matrix, state[name])
 
 
-def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
+def _format_shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
     return tuple(tensors[name].shape) if name in tensors else None

@@ -98,9 +98,9 @@ def packed_attention(
         key, value = (x.index_select(2, packed_rows.keys) for x in (key, value))
     # Variable-length kernels support scaling and window only.
     rule = AttentionRule(scaling, sliding_window, softcap, s_aux)
-    varlen = _varlen_attention(query.device.type, query.dtype) if rule.is_plain else None
+    varlen = _select_varlen_attention(query.device.type, query.dtype) if rule.is_plain else None
     if varlen is None:
-        answer = _group_by_group(query, key, value, packed_rows, rule)
+        answer = _attend_by_group(query, key, value, packed_rows, rule)
     else:
         width = value.shape[-1]
         # These kernels need equal head sizes.
@@ -143,7 +143,7 @@ def check_arguments(
 
 
 @cache
-def _varlen_attention(device: str, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+def _select_varlen_attention(device: str, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
     """Select flash-attention's kernel if it is installed, else torch's; None if neither supports device and dtype. It
     takes query, key, value [N, heads, D], rows, scaling, window; returns [N, heads, D]."""
     if device != "cuda" or dtype not in (torch.bfloat16, torch.float16):
@@ -151,9 +151,9 @@ def _varlen_attention(device: str, dtype: torch.dtype) -> Callable[..., torch.Te
     try:
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]  # optional
     except ImportError:
-        return _torch_varlen()
+        return _build_torch_varlen()
 
-    def flash(
+    def run_flash(
         q: object, k: object, v: object, rows: PackedRows, scaling: float | None, window: int | None
     ) -> torch.Tensor:
         left = -1 if window is None else window - 1
@@ -165,10 +165,10 @@ def _varlen_attention(device: str, dtype: torch.dtype) -> Callable[..., torch.Te
             window_size=(left, 0),
         )
 
-    return flash
+    return run_flash
 
 
-def _torch_varlen() -> Callable[..., torch.Tensor] | None:
+def _build_torch_varlen() -> Callable[..., torch.Tensor] | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # torch 2.9 and before
@@ -176,7 +176,7 @@ def _torch_varlen() -> Callable[..., torch.Tensor] | None:
     if not {"window_size", "enable_gqa", "scale"} <= set(inspect.signature(varlen_attn).parameters):
         return None
 
-    def attend(q: Any, k: Any, v: Any, rows: PackedRows, scaling: float | None, window: int | None) -> torch.Tensor:
+    def run_torch(q: Any, k: Any, v: Any, rows: PackedRows, scaling: float | None, window: int | None) -> torch.Tensor:
         left = -1 if window is None else window - 1
         answer = varlen_attn(
             *(q, k, v, rows.boundaries, rows.key_boundaries, max(rows.lengths), max(rows.num_keys)),
@@ -187,13 +187,13 @@ def _torch_varlen() -> Callable[..., torch.Tensor] | None:
         assert isinstance(answer, torch.Tensor)
         return answer
 
-    return attend
+    return run_torch
 
 
 # ---- with kernels that take rows of one length
 
 
-def _group_by_group(
+def _attend_by_group(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -212,20 +212,20 @@ def _group_by_group(
         num_keys = tuple(group.prefix + length for length in group.lengths)
         q = to_batch(query[0].narrow(1, group.start, sum(group.lengths)), group.lengths)
         k, v = (to_batch(x[0].narrow(1, group.keys_start, sum(num_keys)), num_keys) for x in (key, value))
-        answers.append(from_batch(causal_attention(q, k, v, rule), group.lengths))
+        answers.append(from_batch(compute_causal_attention(q, k, v, rule), group.lengths))
     return torch.cat(answers, dim=1)[None]
 
 
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+def compute_causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
     """Attend from the last L' tokens of each row [rows, heads, L', D] to all L tokens, for rows of equal length; see
     `packed_attention`."""
     is_whole = q.shape[2] == k.shape[2] and (rule.window is None or rule.window >= q.shape[2])
     if not rule.is_plain:
-        return _in_blocks(q, k, v, rule, _written_out)
-    return _fused(q, k, v, None, rule) if is_whole else _in_blocks(q, k, v, rule, _fused)
+        return _attend_in_blocks(q, k, v, rule, _attend_eager)
+    return _attend_fused(q, k, v, None, rule) if is_whole else _attend_in_blocks(q, k, v, rule, _attend_fused)
 
 
-def _fused(
+def _attend_fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None, rule: AttentionRule
 ) -> torch.Tensor:
     """Attend with torch's fused kernel. `seen`: [block, keys] bool; None: causal."""
@@ -235,7 +235,7 @@ def _fused(
     return F.scaled_dot_product_attention(q, k, v, **how, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def _in_blocks(
+def _attend_in_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -258,7 +258,7 @@ def _in_blocks(
     return torch.cat(answers, dim=2)
 
 
-def _written_out(
+def _attend_eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
     """Attend without a fused kernel, for rules that none supports. The backward recomputes probabilities: for long
@@ -267,7 +267,7 @@ def _written_out(
     Args:
         seen: [block, keys] bool
     """
-    compute = partial(_probabilities_times_values, seen=seen, softcap=rule.softcap)
+    compute = partial(_compute_weighted_values, seen=seen, softcap=rule.softcap)
     # Queries are scaled, not scores: fewer products, and caps then apply to the same values as in the model's
     # attention.
     q = q * (q.shape[-1] ** -0.5 if rule.scaling is None else rule.scaling)
@@ -279,7 +279,7 @@ def _written_out(
     return answer
 
 
-def _probabilities_times_values(
+def _compute_weighted_values(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -291,11 +291,11 @@ def _probabilities_times_values(
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     # The mask is applied after the cap, which would make minus infinity finite.
-    scores = capped(q @ k.transpose(2, 3), softcap).float().masked_fill(~seen, -torch.inf)
-    return softmax_with_sinks(scores, None if sinks is None else sinks[:, None, None]).to(v.dtype) @ v
+    scores = cap_scores(q @ k.transpose(2, 3), softcap).float().masked_fill(~seen, -torch.inf)
+    return compute_softmax_with_sinks(scores, None if sinks is None else sinks[:, None, None]).to(v.dtype) @ v
 
 
-def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+def cap_scores(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
     """Compute c tanh(s / c)."""
     return scores if softcap is None else (scores / softcap).tanh() * softcap
 
@@ -304,7 +304,7 @@ _SINK_COLUMNS = 32
 """A sink is the first of this many columns, the others are masked: kernels then sum whole vectors, in any batch."""
 
 
-def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+def compute_softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Compute softmax over [scores, sink] in float32, without the column of the sink.
 
     Args:

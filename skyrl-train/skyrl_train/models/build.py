@@ -11,10 +11,10 @@ from skyrl_train.config import CriticConfig, PolicyConfig, RefConfig, SkyRLConfi
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.distributed.ulysses import SequenceParallel
 from skyrl_train.models.causal_lm import load_causal_lm
-from skyrl_train.models.lora import adapters_of, add_adapters, begins_with_weights, exported_parameters
+from skyrl_train.models.lora import add_adapters, find_adapters, gather_exported_parameters, has_weight_based_init
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel, load_value_model
-from skyrl_train.models.weight_files import placeholders
+from skyrl_train.models.weight_files import use_placeholders
 
 
 def build_model(
@@ -72,12 +72,12 @@ def build_model(
         causal_lm,
         chunk_size=trainer.logprobs_chunk_size,
         compile=compile_scores,
-        replay_setting=replay_setting(settings),
+        replay_setting=get_replay_setting(settings),
         **layout,
     )
 
 
-def replay_setting(settings: PolicyConfig | CriticConfig | RefConfig) -> str | None:
+def get_replay_setting(settings: PolicyConfig | CriticConfig | RefConfig) -> str | None:
     """Return the setting that requests replay of routes in this model, for errors, or None."""
     if not isinstance(settings, PolicyConfig) or settings.routing_replay == "off":
         return None
@@ -93,12 +93,12 @@ def _add_adapters(
     if with_weights:
         add_adapters(transformer, lora, setting=f"trainer.{name}.model.lora")
         return
-    with placeholders(transformer):
+    with use_placeholders(transformer):
         # Values derived from the weights are sent by rank 0: shapes suffice here.
-        add_adapters(transformer, replace(lora, init_method="kaiming") if begins_with_weights(lora) else lora)
+        add_adapters(transformer, replace(lora, init_method="kaiming") if has_weight_based_init(lora) else lora)
 
 
-def transformer_of(model: ScoringModel | ValueModel) -> PreTrainedModel:
+def get_transformer(model: ScoringModel | ValueModel) -> PreTrainedModel:
     """Return the wrapped transformers model."""
     return model.backbone if isinstance(model, ValueModel) else model.causal_lm
 
@@ -108,16 +108,16 @@ def gather_parameters(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter gathered, few at a time, adapters merged, under the names of transformers; a critic's head
     under the name that `load_value_model` reads. A collective."""
-    yield from exported_parameters(transformer_of(model), dtype)
+    yield from gather_exported_parameters(get_transformer(model), dtype)
     if isinstance(model, ValueModel):
         yield f"{model.head_name}.weight", gather_full_tensor(model.head.weight, dtype)
 
 
-def trained_parameters(model: ScoringModel | ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_trained_parameters(model: ScoringModel | ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this rank's shard of every trained parameter under its checkpoint name: the name in `gather_parameters`, or
     in peft's files for adapter matrices."""
-    transformer = transformer_of(model)
-    matrices = {id(matrix): name for adapter in adapters_of(transformer) for name, matrix in adapter.matrices.items()}
+    transformer = get_transformer(model)
+    matrices = {id(matrix): name for adapter in find_adapters(transformer) for name, matrix in adapter.matrices.items()}
     for name, parameter in transformer.named_parameters():
         if parameter.requires_grad:
             yield matrices.get(id(parameter), name.replace(".base_layer.", ".")), parameter

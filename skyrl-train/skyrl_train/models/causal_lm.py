@@ -17,13 +17,13 @@ from transformers import (
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.cpu_linear import use_onednn_linear
-from skyrl_train.models.quantized import quantization_of
+from skyrl_train.models.cpu_linear import enable_onednn_linear
+from skyrl_train.models.quantized import describe_quantization
 
 logger = logging.getLogger(__name__)
 
 
-def attention_implementation(flash_attn: bool, device: torch.device) -> str:
+def select_attention_implementation(flash_attn: bool, device: torch.device) -> str:
     """Select the fastest exact attention to padded rows on `device`, or eager attention."""
     if not flash_attn:
         return "eager"
@@ -70,12 +70,14 @@ def _load(
         if not hasattr(config, name):
             raise ConfigError(f"model_config_kwargs.{name}: the config of {path} has no such field")
         setattr(config, name, value)
-    if quantization := quantization_of(config):
+    if quantization := describe_quantization(config):
         raise ConfigError(f"{path} cannot be trained: {quantization}")
-    _without_dropout(config)
+    _disable_dropout(config)
     options = dict(
         dtype=torch.float32,
-        attn_implementation=_implementation_for(config, attention_implementation(flash_attn, device)),
+        attn_implementation=_select_supported_implementation(
+            config, select_attention_implementation(flash_attn, device)
+        ),
         trust_remote_code=True,
     )
     try:
@@ -85,7 +87,7 @@ def _load(
             with torch.device("meta"):
                 model = kind.from_config(config, **options)
             if model.can_generate():
-                model.generation_config = _generation_config(path)  # included in exports
+                model.generation_config = _load_generation_config(path)  # included in exports
     except ValueError as error:
         if flash_attn and "attn_implementation" in str(error):
             raise ConfigError(f"{path} knows no attention but its own: set trainer.flash_attn=false") from error
@@ -100,11 +102,11 @@ def _load(
         if use_reentrant:  # a frozen embedding would otherwise cut off the backward through later layers
             model.enable_input_require_grads()
     if device.type == "cpu":
-        use_onednn_linear(model)
+        enable_onednn_linear(model)
     return model
 
 
-def _implementation_for(config: Any, implementation: str) -> str:
+def _select_supported_implementation(config: Any, implementation: str) -> str:
     """Return `implementation`, or `eager` if it would ignore a part of the model's attention to padded rows: score caps
     (Gemma 2) or sinks (gpt-oss). Packed rows use a separate attention function."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -119,7 +121,7 @@ def _implementation_for(config: Any, implementation: str) -> str:
     return implementation
 
 
-def _generation_config(path: str) -> GenerationConfig:
+def _load_generation_config(path: str) -> GenerationConfig:
     """Return the generation settings that `from_pretrained` gives a model."""
     try:
         return GenerationConfig.from_pretrained(path)
@@ -127,7 +129,7 @@ def _generation_config(path: str) -> GenerationConfig:
         return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
 
 
-def _without_dropout(config: Any) -> None:
+def _disable_dropout(config: Any) -> None:
     """Disable dropout in a config: attention layers read it from there, not from a module."""
     for name, value in vars(config.get_text_config()).items():
         if isinstance(value, float) and re.search(r"dropout|_pdrop$", name):

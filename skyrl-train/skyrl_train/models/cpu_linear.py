@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def use_onednn_linear(model: nn.Module) -> None:
+def enable_onednn_linear(model: nn.Module) -> None:
     """Make the linear layers of a model compute float32 on a CPU with oneDNN, in place, if this torch supports it.
     Parameters, names and results (up to rounding) do not change; on other devices (a model kept on the CPU may visit a
     GPU layer by layer) and in other dtypes the layers compute as before."""
@@ -33,9 +33,9 @@ class OneDnnLinear(nn.Linear):
         return product if self.bias is None else product + self.bias
 
 
-def times_transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def multiply_transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Compute a b^T of a [N, K] and b [M, K] with the fastest available kernel. Without gradient."""
-    return _times_transposed(a, b) if _is_for_onednn(a, b) else a @ b.t()
+    return _multiply_transposed(a, b) if _is_for_onednn(a, b) else a @ b.t()
 
 
 def _is_for_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -49,28 +49,28 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return _times_transposed(x, weight)
+        return _multiply_transposed(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         of_x, of_weight = ctx.needs_input_grad
         return (
-            _times_transposed(grad, weight.t()) if of_x else None,
-            _gradient_of_weight(grad.flatten(0, -2), x.flatten(0, -2)) if of_weight else None,
+            _multiply_transposed(grad, weight.t()) if of_x else None,
+            _compute_weight_gradient(grad.flatten(0, -2), x.flatten(0, -2)) if of_weight else None,
         )
 
 
-def _gradient_of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _compute_weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Compute dy^T x of dy [tokens, N] and x [tokens, K]. With N > K and many tokens it is computed as the transpose of
     x^T dy: the kernel transposes a copy of its first matrix, which should be the narrower one."""
     num_tokens, num_outputs = grad.shape
     # Accumulating a transposed gradient reads it across rows, which is slower for a large weight.
     if num_outputs > x.shape[1] and num_tokens > 2 * num_outputs:
-        return _times_transposed(x.t(), grad.t()).t()
-    return _times_transposed(grad.t(), x.t())
+        return _multiply_transposed(x.t(), grad.t()).t()
+    return _multiply_transposed(grad.t(), x.t())
 
 
-def _times_transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _multiply_transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Compute a b^T of a [..., K] and b [N, K] with the operator that torch's compiler uses for linear layers."""
     return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")

@@ -35,12 +35,12 @@ class RouterStatistics:
             self.num_differing + other.num_differing,
         )
 
-    def zeros(self) -> "RouterStatistics":
+    def build_zeros(self) -> "RouterStatistics":
         """Return zero statistics with the same layers and experts."""
         return RouterStatistics(torch.zeros_like(self.counts), torch.zeros_like(self.probability_sums), 0)
 
 
-def auxiliary_loss(statistics: RouterStatistics) -> float:
+def compute_auxiliary_loss(statistics: RouterStatistics) -> float:
     """Compute the load-balancing loss of Switch Transformers (https://arxiv.org/abs/2101.03961, eq. 4-6) over the
     tokens of all layers, as in transformers for Mixtral and Qwen:
 
@@ -70,7 +70,7 @@ class _Collected:
     routing: "RoutingNotes | None" = None
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def statistics(self) -> RouterStatistics:
+    def build_statistics(self) -> RouterStatistics:
         counts, sums = zip(*(self.layers[layer] for layer in sorted(self.layers)), strict=True)
         differing = {} if self.routing is None else self.routing.differing
         num_differing = float(sum(each[self.real].sum() for each in differing.values()))
@@ -86,17 +86,17 @@ class Routers:
 
     def __init__(self, model: nn.Module):
         self._collected: _Collected | None = None
-        self.modules = list(routers_of(model))
+        self.modules = list(find_routers(model))
         config = getattr(model, "config", None)
         self._num_chosen = int(getattr(config and config.get_text_config(), "num_experts_per_tok", None) or 1)
         for layer, (router, index) in enumerate(self.modules):
-            router.register_forward_hook(self._listener(layer, index))
+            router.register_forward_hook(self._build_hook(layer, index))
 
     def __bool__(self) -> bool:
         return bool(self.modules)
 
     @contextmanager
-    def listen(self, real: torch.Tensor, routing: RoutingNotes | None = None) -> Iterator[_Collected]:
+    def collect(self, real: torch.Tensor, routing: RoutingNotes | None = None) -> Iterator[_Collected]:
         """Collect statistics of the enclosed forward. A backward that recomputes layers later is not counted.
 
         Args:
@@ -109,9 +109,9 @@ class Routers:
         finally:
             self._collected = None
 
-    def _listener(self, layer: int, index: int) -> Any:
+    def _build_hook(self, layer: int, index: int) -> Any:
         @torch.no_grad()
-        def hear(module: nn.Module, args: Any, output: Any) -> None:
+        def on_forward(module: nn.Module, args: Any, output: Any) -> None:
             # A backward with gradient checkpointing runs the layer again, outside of `collect`: it must not be counted
             # twice.
             if self._collected is None:
@@ -128,10 +128,10 @@ class Routers:
             counts = torch.bincount(chosen.flatten(), minlength=probabilities.shape[-1]).float()
             self._collected.layers[layer] = counts, probabilities.sum(dim=0)
 
-        return hear
+        return on_forward
 
 
-def routers_of(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+def find_routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     """Yield router modules in the order of layers, with the index of the logits in their outputs."""
     for part in model.modules():
         recorders = getattr(part, "_can_record_outputs", None)

@@ -40,20 +40,20 @@ class DeltaState(NamedTuple):
 class DeltaCache(Protocol):
     """Cache of the states of running rows (`inference_engines/native/cache.py`)."""
 
-    def delta_state(self, layer: int) -> DeltaState | None:
+    def get_delta_state(self, layer: int) -> DeltaState | None:
         """Return the states of the rows of the next pass; None: rows start from the beginning."""
         ...
 
-    def put_delta_state(self, layer: int, state: DeltaState) -> None:
+    def store_delta_state(self, layer: int, state: DeltaState) -> None:
         """Store the states after the pass."""
         ...
 
-    def delta_lengths(self) -> list[int] | None:
+    def get_delta_lengths(self) -> list[int] | None:
         """Return the number of non-padding tokens of each row of the pass; None: no padding."""
         ...
 
 
-def delta_nets(model: nn.Module) -> Iterator[nn.Module]:
+def find_delta_nets(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the supported linear-attention layers, in the model's order."""
     for module in model.modules():
         if type(module).__name__.endswith("GatedDeltaNet") and _is_known(module):
@@ -65,10 +65,10 @@ def has_delta_nets(config: Any) -> bool:
     return LINEAR_ATTENTION in (getattr(config.get_text_config(), "layer_types", None) or [])
 
 
-def use_delta_nets(model: nn.Module) -> int:
+def replace_delta_nets(model: nn.Module) -> int:
     """Replace the forward of these layers, in place, for packed rows and rows of a cache; padded rows with a mask still
     use transformers' forward. Returns the number of layers."""
-    layers = list(delta_nets(model))
+    layers = list(find_delta_nets(model))
     for layer in layers:
         if not isinstance(layer.forward, DeltaNet):
             layer.forward = DeltaNet(layer)
@@ -111,23 +111,23 @@ class DeltaNet:
         if attention_mask is not None:
             raise ValueError(f"{type(self._module).__name__} was given a mask beside rows that lie end to end")
         # Projections see all tokens in one product, as adapters on them expect; only later operations depend on rows.
-        mixed, z, b, a = self._projected(hidden_states)
+        mixed, z, b, a = self._project(hidden_states)
         beta = b.sigmoid()
         # In log space and float32, as in transformers: exp(A_log) overflows in half precision.
         decay = -self._module.A_log.float().exp() * F.softplus(a.float() + self._module.dt_bias)
         if packed_rows is not None:
             if packed_rows.prefixes or packed_rows.sequence_parallel is not None:
                 raise ValueError("linear attention needs whole rows: no shared prefixes, no sequence parallelism")
-            answer = packed_rows.by_rows(self._rows, mixed[0], decay[0], beta[0])[None]
+            answer = packed_rows.apply_by_rows(self._compute_rows, mixed[0], decay[0], beta[0])[None]
         elif hidden_states.shape[1] == 1:
-            answer = self._next_token(mixed, decay, beta, cache_params)
+            answer = self._compute_next_token(mixed, decay, beta, cache_params)
         else:
-            answer = self._prompts(mixed, decay, beta, cache_params)
+            answer = self._compute_prompts(mixed, decay, beta, cache_params)
         module = self._module
         normed = module.norm(answer.reshape(-1, module.head_v_dim), z.reshape(-1, module.head_v_dim))
         return module.out_proj(normed.reshape(*hidden_states.shape[:-1], -1))
 
-    def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute inputs of the convolution [..., C], gates of the output, and b and a [..., H]."""
         module = self._module
         if hasattr(module, "in_proj_qkv"):
@@ -135,45 +135,47 @@ class DeltaNet:
         q, k, v, z, b, a = module.fix_query_key_value_ordering(module.in_proj_qkvz(x), module.in_proj_ba(x))
         return torch.cat([each.flatten(2) for each in (q, k, v)], dim=-1), z, b, a
 
-    def _rows(self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    def _compute_rows(self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
         """Compute rows from their beginning: [B, T, C], [B, T, H], [B, T, H] -> [B, T, H, V]."""
-        answer, _ = self._rule(self._convolved(mixed.transpose(1, 2)), decay, beta, None)
+        answer, _ = self._apply_rule(self._convolve(mixed.transpose(1, 2)), decay, beta, None)
         return answer
 
-    def _prompts(self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, cache: DeltaCache) -> torch.Tensor:
+    def _compute_prompts(
+        self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, cache: DeltaCache
+    ) -> torch.Tensor:
         """Compute rows from their beginning, padded at the end, and store their states."""
-        lengths = cache.delta_lengths()
+        lengths = cache.get_delta_lengths()
         # A row starts here: states within a prompt are never stored, so none can be continued.
-        assert lengths is not None and cache.delta_state(self._module.layer_idx) is None
+        assert lengths is not None and cache.get_delta_state(self._module.layer_idx) is None
         ends = torch.tensor(lengths, device=mixed.device)
         x, width = mixed.transpose(1, 2), self._module.conv1d.kernel_size[0]
         # Padding neither decays the state nor adds to it.
         real = (torch.arange(x.shape[2], device=x.device) < ends[:, None])[:, :, None]
-        answer, recurrent = self._rule(self._convolved(x), decay * real, beta * real, None)
+        answer, recurrent = self._apply_rule(self._convolve(x), decay * real, beta * real, None)
         places = ends[:, None] + torch.arange(width - 1, device=x.device)  # in the row after W - 1 zeros
         before = F.pad(x, (width - 1, 0)).gather(2, places[:, None].expand(-1, x.shape[1], -1))
-        cache.put_delta_state(self._module.layer_idx, DeltaState(before, recurrent))
+        cache.store_delta_state(self._module.layer_idx, DeltaState(before, recurrent))
         return answer
 
-    def _next_token(
+    def _compute_next_token(
         self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, cache: DeltaCache
     ) -> torch.Tensor:
         """Compute one token of each row from its state: T = 1."""
-        state = cache.delta_state(self._module.layer_idx)
+        state = cache.get_delta_state(self._module.layer_idx)
         assert state is not None
         # The same convolution as over a prompt, so that both give the same numbers; its first outputs are unused.
         x = torch.cat([state.conv, mixed.transpose(1, 2)], dim=2)
-        answer, recurrent = self._rule(self._convolved(x)[:, :, -1:], decay, beta, state.recurrent)
-        cache.put_delta_state(self._module.layer_idx, DeltaState(x[:, :, 1:], recurrent))
+        answer, recurrent = self._apply_rule(self._convolve(x)[:, :, -1:], decay, beta, state.recurrent)
+        cache.store_delta_state(self._module.layer_idx, DeltaState(x[:, :, 1:], recurrent))
         return answer
 
-    def _convolved(self, x: torch.Tensor) -> torch.Tensor:
+    def _convolve(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the causal convolution, [B, C, T] -> [B, C, T]."""
         module = self._module
         weight = module.conv1d.weight.squeeze(1)
         return self._functions.causal_conv1d_fn(x, weight, module.conv1d.bias, activation=module.activation)
 
-    def _rule(
+    def _apply_rule(
         self, x: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the delta rule, [B, C, T], [B, T, H] twice, [B, H, K, V] -> [B, T, H, V] and the final state."""

@@ -17,9 +17,9 @@ from torch import nn
 from skyrl_train.config import LoRAConfig
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor, gather_full_tensors
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.cpu_linear import OneDnnLinear, use_onednn_linear
-from skyrl_train.models.persistent_buffers import persistent_buffers
-from skyrl_train.models.weight_files import name_in_files, planned_dtypes
+from skyrl_train.models.cpu_linear import OneDnnLinear, enable_onednn_linear
+from skyrl_train.models.persistent_buffers import iter_persistent_buffers
+from skyrl_train.models.weight_files import get_name_in_files, plan_dtypes
 
 if TYPE_CHECKING:  # a process without adapters avoids importing peft, which takes most of a second
     from peft import LoraConfig
@@ -33,7 +33,7 @@ PARTS_OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1",
 """Module names that peft treats as parts of experts, anywhere in a model, if the model's experts are fused."""
 
 
-def begins_with_weights(config: LoRAConfig) -> bool:
+def has_weight_based_init(config: LoRAConfig) -> bool:
     """Return whether the initialization moves parts of the adapted weights into the adapters, changing the weights."""
     return config.rank > 0 and config.init_method.startswith(("olora", "pissa"))
 
@@ -55,14 +55,14 @@ def add_adapters(model: "PreTrainedModel", config: LoRAConfig, *, setting: str =
     from peft import inject_adapter_in_model
 
     try:
-        inject_adapter_in_model(_peft_config(model, config, setting), model, adapter_name=ADAPTER)
+        inject_adapter_in_model(_build_peft_config(model, config, setting), model, adapter_name=ADAPTER)
     except ValueError as error:
         raise ConfigError(f"{setting}.target_modules={config.target_modules!r}: {error}") from error
-    _refuse_what_cannot_be_merged(model, config, setting)
+    _check_mergeable(model, config, setting)
     # A and B are new linear layers: they use the same kernels as the base layers.
     if any(isinstance(module, OneDnnLinear) for module in model.modules()):
-        use_onednn_linear(model)
-    kinds = {adapter.layer.rpartition(".")[2] for adapter in adapters_of(model)}
+        enable_onednn_linear(model)
+    kinds = {adapter.layer.rpartition(".")[2] for adapter in find_adapters(model)}
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     logger.info(
         "adapters of rank %d on %s: %s of %s parameters are trained%s",
@@ -74,7 +74,7 @@ def add_adapters(model: "PreTrainedModel", config: LoRAConfig, *, setting: str =
     )
 
 
-def _peft_config(model: "PreTrainedModel", config: LoRAConfig, setting: str) -> "LoraConfig":
+def _build_peft_config(model: "PreTrainedModel", config: LoRAConfig, setting: str) -> "LoraConfig":
     from peft import LoraConfig
 
     if config.init_method.partition("_niter_")[0] not in INIT_METHODS:
@@ -83,10 +83,10 @@ def _peft_config(model: "PreTrainedModel", config: LoRAConfig, setting: str) -> 
             f"got {config.init_method!r}"
         )
     targets = config.target_modules
-    if targets == "all-linear" and (has_fused_experts(model) or parts_beside_decoder(model)):
+    if targets == "all-linear" and (has_fused_experts(model) or find_non_text_modules(model)):
         # peft's own `all-linear` would also select parts of experts by name, and fail at three-dimensional parameters,
         # and select layers that text does not reach.
-        targets = _linear_layers_beside_experts(model)
+        targets = _find_linear_layers_near_experts(model)
     return LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -108,7 +108,7 @@ def has_fused_experts(model: "PreTrainedModel") -> bool:
     )
 
 
-def parts_beside_decoder(model: "PreTrainedModel") -> set[str]:
+def find_non_text_modules(model: "PreTrainedModel") -> set[str]:
     """Return the names of modules with parameters that text does not reach, outside of decoder and output layer: image
     encoders."""
     decoder = model.get_decoder()
@@ -118,8 +118,8 @@ def parts_beside_decoder(model: "PreTrainedModel") -> set[str]:
     return {name for name, module in model.named_modules() if id(module) not in inside | around}
 
 
-def _linear_layers_beside_experts(model: "PreTrainedModel") -> list[str]:
-    output_layer, beside = model.get_output_embeddings(), parts_beside_decoder(model)
+def _find_linear_layers_near_experts(model: "PreTrainedModel") -> list[str]:
+    output_layer, beside = model.get_output_embeddings(), find_non_text_modules(model)
     of_experts = PARTS_OF_EXPERTS if has_fused_experts(model) else frozenset[str]()
     return [
         name
@@ -131,7 +131,7 @@ def _linear_layers_beside_experts(model: "PreTrainedModel") -> list[str]:
     ]
 
 
-def _refuse_what_cannot_be_merged(model: "PreTrainedModel", config: LoRAConfig, setting: str) -> None:
+def _check_mergeable(model: "PreTrainedModel", config: LoRAConfig, setting: str) -> None:
     """Reject adapters that log-probs or exports would ignore: of embeddings and the output layer (log-probs are
     computed from hidden states and the output layer's weight), and of fused experts (exports)."""
     from peft.tuners.lora import Linear as AdaptedLinear
@@ -168,7 +168,7 @@ class Adapter:
         prefix = f"base_model.model.{self.layer}"
         return {f"{prefix}.lora_A.weight": self.a, f"{prefix}.lora_B.weight": self.b}
 
-    def merged_into(self, weight: torch.Tensor) -> torch.Tensor:
+    def merge_into(self, weight: torch.Tensor) -> torch.Tensor:
         """Merge into the layer's gathered weight and return a new tensor. A collective."""
         # Both gathers on every rank, in this order: they are collectives, and ranks with different orders deadlock.
         a, b = gather_full_tensor(self.a), gather_full_tensor(self.b)
@@ -177,7 +177,7 @@ class Adapter:
         return torch.addmm(weight.float(), left, right, alpha=self.scaling)
 
 
-def adapters_of(model: nn.Module) -> Iterator[Adapter]:
+def find_adapters(model: nn.Module) -> Iterator[Adapter]:
     """Return the adapters of a transformers model, in its order."""
     if "peft_config" not in vars(model):  # peft leaves it on adapted modules
         return
@@ -194,7 +194,9 @@ def adapters_of(model: nn.Module) -> Iterator[Adapter]:
             )
 
 
-def exported_parameters(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_exported_parameters(
+    model: nn.Module, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter gathered, under its name in transformers, with its adapter merged: W + (alpha / rank) B A.
     In the same order on every rank, few at a time; tied parameters appear once. Persistent buffers follow, unchanged. A
     collective.
@@ -205,27 +207,27 @@ def exported_parameters(model: nn.Module, dtype: torch.dtype = torch.float32) ->
             its
             shard before sending: the same bits for half the traffic; a weight with an adapter is cast after merging.
     """
-    causal_lm: Any = transformers_model(model)
-    planned = planned_dtypes(causal_lm, dtype)
-    adapters = {f"{adapter.layer}.base_layer.weight": adapter for adapter in adapters_of(causal_lm)}
+    causal_lm: Any = get_transformers_model(model)
+    planned = plan_dtypes(causal_lm, dtype)
+    adapters = {f"{adapter.layer}.base_layer.weight": adapter for adapter in find_adapters(causal_lm)}
     matrices = {id(matrix) for adapter in adapters.values() for matrix in adapter.matrices.values()}
 
-    def travelling() -> Iterator[tuple[tuple[str, torch.dtype, Adapter | None], torch.Tensor, torch.dtype]]:
+    def iter_for_gather() -> Iterator[tuple[tuple[str, torch.dtype, Adapter | None], torch.Tensor, torch.dtype]]:
         for name, parameter in causal_lm.named_parameters():
             # By identity: names of A and B differ between peft's versions, and they are exported merged only.
             if id(parameter) in matrices:
                 continue
-            own_name = name_in_files(name)
+            own_name = get_name_in_files(name)
             own_dtype = planned(own_name) or dtype
             adapter = adapters.get(name)
             yield (own_name, own_dtype, adapter), parameter, own_dtype if adapter is None else parameter.dtype
 
-    for (name, own_dtype, adapter), whole in gather_full_tensors(travelling()):
-        yield name, whole if adapter is None else adapter.merged_into(whole).to(own_dtype)
+    for (name, own_dtype, adapter), whole in gather_full_tensors(iter_for_gather()):
+        yield name, whole if adapter is None else adapter.merge_into(whole).to(own_dtype)
     # Every rank holds them unsharded. They keep their dtype: a routing bias in bfloat16 would choose other experts.
-    yield from persistent_buffers(causal_lm)
+    yield from iter_persistent_buffers(causal_lm)
 
 
-def transformers_model(model: nn.Module) -> nn.Module:
+def get_transformers_model(model: nn.Module) -> nn.Module:
     """Return the transformers model of an object that has one as `causal_lm`, or `model` itself."""
     return getattr(model, "causal_lm", model)

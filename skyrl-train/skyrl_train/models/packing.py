@@ -92,7 +92,7 @@ class PackedRows:
             members.append(length)
         return [*groups, RowGroup(start, tuple(members), prefix, keys_start)]
 
-    def by_rows(self, compute: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    def apply_by_rows(self, compute: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
         """Apply a causal function of rows to tensors of all tokens. Requires rows without shared prefixes, on one rank.
 
         Args:
@@ -130,7 +130,7 @@ class _SharedPrefixes(NamedTuple):
     keys: torch.Tensor
     """Indices of all tokens of these rows."""
 
-    def predictors(self, scored: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    def find_predictors(self, scored: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Return the indices whose hidden states predict scored tokens [M]: the previous token or, for the first own
         token of a row, the last token of its prefix.
 
@@ -185,12 +185,12 @@ class Layout:
         # Slices are equal and consecutive, so an index divided by their length is the rank that holds it.
         return (self.predictors // self.input_ids.numel() == ranks.rank).nonzero()[:, 0]
 
-    def inputs(self) -> dict[str, Any]:
+    def build_inputs(self) -> dict[str, Any]:
         """Return the arguments of a transformers model."""
         inputs = dict(input_ids=self.input_ids, position_ids=self.position_ids, attention_mask=self.attention_mask)
         return inputs if self.rows is None else inputs | dict(packed_rows=self.rows)
 
-    def take(self, values: torch.Tensor, fill: int) -> torch.Tensor:
+    def gather_from_batch(self, values: torch.Tensor, fill: int) -> torch.Tensor:
         """Gather values [B, T, ...] of the batch in the order of this layout's tokens, [b n, ...].
 
         Args:
@@ -200,7 +200,7 @@ class Layout:
         taken[self.cells < 0] = fill
         return taken
 
-    def put(self, values: torch.Tensor, num_columns: int, fill: int) -> torch.Tensor:
+    def scatter_to_batch(self, values: torch.Tensor, num_columns: int, fill: int) -> torch.Tensor:
         """Scatter values [b n, ...] of this layout's tokens to the batch, [B, T, ...]. A collective with sequence
         parallelism, where each rank passes its slice.
 
@@ -216,7 +216,7 @@ class Layout:
         whole[cells[is_token]] = values[is_token]
         return whole.unflatten(0, (self.shape[0], num_columns))
 
-    def scored(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def select_scored(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Select the hidden states, from [b, n, H], that predict the scored tokens of this rank, and these tokens."""
         hidden = hidden.flatten(0, 1)
         if self.own is None:
@@ -224,12 +224,12 @@ class Layout:
         # `predictors` are indices over all ranks; the remainder is the index in this rank's slice.
         return hidden.index_select(0, self.predictors[self.own] % len(hidden)), self.labels[self.own]
 
-    def scored_columns(self, columns: torch.Tensor) -> torch.Tensor:
+    def select_scored_columns(self, columns: torch.Tensor) -> torch.Tensor:
         """Select the scored tokens of this rank from response columns [B, R, ...], in their order."""
         selected = columns.flatten(0, 1).index_select(0, self.destinations)
         return selected if self.own is None else selected[self.own]
 
-    def place(self, values: torch.Tensor) -> torch.Tensor:
+    def scatter_scored(self, values: torch.Tensor) -> torch.Tensor:
         """Scatter values [M, ...] of scored tokens to [B, R, ...], 0 at padding. A collective with sequence
         parallelism."""
         if self.own is not None:
@@ -252,7 +252,7 @@ class Layout:
         return values.new_zeros(*self.shape, *values.shape[1:]).index_put((rows, columns), values)
 
 
-def packed(
+def pack_rows(
     sequences: torch.Tensor,
     attention_mask: torch.Tensor,
     num_response: int,
@@ -268,15 +268,15 @@ def packed(
         multiple_of: pad to a multiple of this number of tokens.
         share_prefixes: store prompt prefixes that several rows share only once.
     """
-    layout = _end_to_end(sequences, attention_mask.bool(), num_response, share_prefixes)
+    layout = _pack_tokens(sequences, attention_mask.bool(), num_response, share_prefixes)
     if sequence_parallel is None:
-        return _filled_up(layout, multiple_of)
-    return _slice_of(_filled_up(layout, sequence_parallel.size), sequence_parallel)
+        return _pad_tokens(layout, multiple_of)
+    return _slice_for_rank(_pad_tokens(layout, sequence_parallel.size), sequence_parallel)
 
 
-def _end_to_end(sequences: torch.Tensor, mask: torch.Tensor, num_response: int, share_prefixes: bool) -> Layout:
+def _pack_tokens(sequences: torch.Tensor, mask: torch.Tensor, num_response: int, share_prefixes: bool) -> Layout:
     """Pack real tokens on one rank. See `pack_rows`."""
-    shared = _shared_prefixes(sequences, mask, num_response) if share_prefixes else None
+    shared = _find_shared_prefixes(sequences, mask, num_response) if share_prefixes else None
     # Stable, so that rows of equal length keep their order and the same batch gives the same numbers on every run.
     order = mask.sum(dim=1).argsort(descending=True, stable=True) if shared is None else shared.order
     sequences, mask = sequences[order], mask[order]
@@ -296,7 +296,7 @@ def _end_to_end(sequences: torch.Tensor, mask: torch.Tensor, num_response: int, 
     if shared is not None:
         prefixes, keys = shared.of_rows, shared.keys
         rows = order[:, None].expand_as(mask)[mask]
-        predictors = shared.predictors(scored, rows[scored], position_ids[scored])
+        predictors = shared.find_predictors(scored, rows[scored], position_ids[scored])
     # variable-length attention kernels need int32
     boundaries = torch.tensor([0, *lengths]).cumsum(0).to(mask.device, torch.int32)
     return Layout(
@@ -314,7 +314,7 @@ def _end_to_end(sequences: torch.Tensor, mask: torch.Tensor, num_response: int, 
     )
 
 
-def _filled_up(layout: Layout, unit: int) -> Layout:
+def _pad_tokens(layout: Layout, unit: int) -> Layout:
     """Add a row of padding so that the number of tokens is a nonzero multiple of `unit`."""
     rows, num_tokens = layout.rows, layout.input_ids.numel()
     # Also a batch without tokens gets a row: its rank must join the others in every forward and backward.
@@ -342,7 +342,7 @@ def _filled_up(layout: Layout, unit: int) -> Layout:
     )
 
 
-def _slice_of(layout: Layout, ranks: SequenceParallel) -> Layout:
+def _slice_for_rank(layout: Layout, ranks: SequenceParallel) -> Layout:
     """Return this rank's slice of the tokens."""
     assert layout.rows is not None
     return replace(
@@ -367,36 +367,36 @@ class PrefixOrder(NamedTuple):
     """For each batch row, the number of prompt tokens shared with the previous row in this order."""
 
 
-def prefix_order(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> PrefixOrder:
+def compute_prefix_order(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> PrefixOrder:
     """Sort rows [B, T] by their tokens; the last `num_response` columns are the response."""
     mask = attention_mask.bool()
-    return _prefix_order(_tokens_of_rows(sequences, mask), mask, num_response)
+    return _compute_prefix_order(_extract_rows(sequences, mask), mask, num_response)
 
 
-def _tokens_of_rows(sequences: torch.Tensor, mask: torch.Tensor) -> list[np.ndarray[Any, Any]]:
+def _extract_rows(sequences: torch.Tensor, mask: torch.Tensor) -> list[np.ndarray[Any, Any]]:
     return [row[is_token].cpu().numpy() for row, is_token in zip(sequences, mask, strict=True)]
 
 
-def _prefix_order(rows: list[np.ndarray[Any, Any]], mask: torch.Tensor, num_response: int) -> PrefixOrder:
+def _compute_prefix_order(rows: list[np.ndarray[Any, Any]], mask: torch.Tensor, num_response: int) -> PrefixOrder:
     num_prompt = mask[:, : mask.shape[1] - num_response].sum(dim=1).tolist()
     by_tokens = sorted(range(len(rows)), key=lambda row: rows[row].tobytes())
-    common = [_num_common(rows[before], rows[row]) for before, row in pairwise(by_tokens)]
-    order = _shortest_prompts_first(by_tokens, common, num_prompt)
+    common = [_count_common(rows[before], rows[row]) for before, row in pairwise(by_tokens)]
+    order = _sort_shortest_prompts_first(by_tokens, common, num_prompt)
     lengths = [0] * len(rows)
     for before, row in pairwise(order):
-        num_shared = min(_num_common(rows[before], rows[row]), num_prompt[row])
+        num_shared = min(_count_common(rows[before], rows[row]), num_prompt[row])
         lengths[row] = num_shared if num_shared >= _SHORTEST_PREFIX else 0
     return PrefixOrder(order, lengths)
 
 
-def _num_common(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> int:
+def _count_common(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> int:
     """Return the length of the common prefix."""
     num_compared = min(len(left), len(right))
     differs = left[:num_compared] != right[:num_compared]
     return int(differs.argmax()) if differs.any() else num_compared
 
 
-def _shortest_prompts_first(by_tokens: list[int], common: list[int], num_prompt: list[int]) -> list[int]:
+def _sort_shortest_prompts_first(by_tokens: list[int], common: list[int], num_prompt: list[int]) -> list[int]:
     """Reorder the prefix tree of sorted rows: among the subtrees of each node, the one with the shortest prompt is
     first.
 
@@ -424,10 +424,10 @@ def _shortest_prompts_first(by_tokens: list[int], common: list[int], num_prompt:
     return complete[1]
 
 
-def _shared_prefixes(sequences: torch.Tensor, mask: torch.Tensor, num_response: int) -> _SharedPrefixes | None:
+def _find_shared_prefixes(sequences: torch.Tensor, mask: torch.Tensor, num_response: int) -> _SharedPrefixes | None:
     """Find prompt prefixes that several rows share, or None."""
-    rows = _tokens_of_rows(sequences, mask)
-    by_tokens, lengths = _prefix_order(rows, mask, num_response)
+    rows = _extract_rows(sequences, mask)
+    by_tokens, lengths = _compute_prefix_order(rows, mask, num_response)
     if not any(lengths):
         return None
     # Rows with prefixes of equal length are adjacent: attention computes them in one call.
@@ -450,7 +450,7 @@ def _shared_prefixes(sequences: torch.Tensor, mask: torch.Tensor, num_response: 
     )
 
 
-def padded(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> Layout:
+def pad_rows(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> Layout:
     """Keep rows padded, without the columns that are padding in every row.
 
     Args:
@@ -460,8 +460,8 @@ def padded(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: 
     # Padding may hold any value, but embeddings accept only valid ids.
     sequences = torch.where(attention_mask.bool(), sequences, 0)
     cells = torch.arange(num_rows * num_columns, device=sequences.device).view(num_rows, num_columns)
-    cells, _, _ = trim(cells, attention_mask, num_response)
-    sequences, attention_mask, num_used = trim(sequences, attention_mask, num_response)
+    cells, _, _ = trim_padding(cells, attention_mask, num_response)
+    sequences, attention_mask, num_used = trim_padding(sequences, attention_mask, num_response)
     mask = attention_mask.bool()
     positions = mask.cumsum(dim=1) - 1
     width = mask.shape[1]
@@ -482,7 +482,7 @@ def padded(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: 
     )
 
 
-def trim(
+def trim_padding(
     sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Drop the columns that are padding in every row.
@@ -514,7 +514,7 @@ def to_batch(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     by_token = x.transpose(0, 1)
     if sum(lengths) < num_rows * longest:
         room = by_token.new_zeros(num_rows * longest, *by_token.shape[1:])
-        by_token = room.index_copy(0, _slots(lengths, x.device), by_token)
+        by_token = room.index_copy(0, _compute_slots(lengths, x.device), by_token)
     return by_token.unflatten(0, (num_rows, longest)).transpose(1, 2)
 
 
@@ -522,11 +522,11 @@ def from_batch(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """[G, heads, L, D] -> [heads, tokens, D]."""
     by_token = x.transpose(1, 2).flatten(0, 1)
     if sum(lengths) < len(by_token):
-        by_token = by_token.index_select(0, _slots(lengths, x.device))
+        by_token = by_token.index_select(0, _compute_slots(lengths, x.device))
     return by_token.transpose(0, 1)
 
 
-def _slots(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+def _compute_slots(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return the index of each token in [G L], for rows of these lengths."""
     places = torch.arange(max(lengths))
     return (places < torch.tensor(lengths)[:, None]).flatten().nonzero()[:, 0].to(device)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield persistent buffers by name; not those computed from the config, such as rotary frequencies."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -5,7 +5,7 @@ from typing import Any
 _NAME_OF_WAY_OUT = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 
 
-def quantization_of(config: Any) -> str | None:
+def describe_quantization(config: Any) -> str | None:
     """Describe a model's quantization and how to avoid it, or return None.
 
     Args:

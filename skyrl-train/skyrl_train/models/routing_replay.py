@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.expert_routes import no_route, route_dtype
-from skyrl_train.models.experts import routers_of
+from skyrl_train.models.experts import find_routers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class RoutingPass:
         self.differing: dict[int, torch.Tensor] = {}
         """Layer -> [n] number of replayed experts that the router would not have chosen."""
 
-    def routes(self) -> torch.Tensor:
+    def get_routes(self) -> torch.Tensor:
         """Return the routes used, [n, L, k] int64."""
         return torch.stack([self.taken[layer] for layer in sorted(self.taken)], dim=1)
 
@@ -93,12 +93,12 @@ class RoutingReplay:
     """
 
     def __init__(self, model: nn.Module, setting: str):
-        routers = [router for router, _ in routers_of(model)]
+        routers = [router for router, _ in find_routers(model)]
         name = type(model).__name__
         if not routers:
             raise ConfigError(f"{setting} needs a mixture of experts, and {name} has no router; leave it out")
-        shapes = {_shape_of(router, model) for router in routers}
-        layers = {parent for router in routers if (parent := _layer_around(router, model)) is not None}
+        shapes = {_measure_shape(router, model) for router in routers}
+        layers = {parent for router in routers if (parent := _find_layer_of(router, model)) is not None}
         if len(shapes) != 1 or None in shapes or not layers:
             raise ConfigError(f"{setting}: the choice of the routers of {name} is not known here; leave it out")
         [found] = shapes
@@ -110,28 +110,28 @@ class RoutingReplay:
         kinds = tuple({type(layer) for layer in layers})
         for module in model.modules():
             if isinstance(module, kinds):
-                module.register_forward_pre_hook(self._enter_layer, with_kwargs=True)
-                module.register_forward_hook(self._leave_layer, always_call=True)
+                module.register_forward_pre_hook(self._on_enter_layer, with_kwargs=True)
+                module.register_forward_hook(self._on_leave_layer, always_call=True)
         for number, router in enumerate(routers):
-            router.forward = self._routed(number, router.forward)
+            router.forward = self._wrap_forward(number, router.forward)
 
-    def _enter_layer(self, _module: nn.Module, args: Args, kwargs: dict[str, Any]) -> tuple[Args, dict[str, Any]]:
+    def _on_enter_layer(self, _module: nn.Module, args: Args, kwargs: dict[str, Any]) -> tuple[Args, dict[str, Any]]:
         # Removed from the arguments: attention functions need not know it.
         self._active = kwargs.get(KEYWORD)
         return args, {name: value for name, value in kwargs.items() if name != KEYWORD}
 
-    def _leave_layer(self, *_: object) -> None:
+    def _on_leave_layer(self, *_: object) -> None:
         self._active = None
 
-    def _routed(self, layer: int, forward: Callable[P, T]) -> Callable[P, T]:
-        def routed(*args: P.args, **kwargs: P.kwargs) -> T:
+    def _wrap_forward(self, layer: int, forward: Callable[P, T]) -> Callable[P, T]:
+        def run_routed(*args: P.args, **kwargs: P.kwargs) -> T:
             routing = self._active
             if routing is None:
                 return forward(*args, **kwargs)
             with RouterChoice(routing, layer, self.shape):
                 return forward(*args, **kwargs)
 
-        return routed
+        return run_routed
 
 
 class RouterChoice(TorchFunctionMode):
@@ -153,8 +153,8 @@ class RouterChoice(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         result = func(*args, **(kwargs or {}))
-        scores = _scores_of_choice(func, args, kwargs or {})
-        if scores is None or _size_of(scores, cast(TopK, result)) != self._shape[1:]:
+        scores = _get_choice_scores(func, args, kwargs or {})
+        if scores is None or _get_choice_size(scores, cast(TopK, result)) != self._shape[1:]:
             return result
         routing, chosen = self._routing, cast(TopK, result).indices
         is_first = self._layer not in routing.taken  # except where a backward recomputes the layer
@@ -188,13 +188,13 @@ class _ChoiceFinder(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         result = func(*args, **(kwargs or {}))
-        scores = _scores_of_choice(func, args, kwargs or {})
+        scores = _get_choice_scores(func, args, kwargs or {})
         if scores is not None:
-            self.found.append(_size_of(scores, cast(TopK, result)))
+            self.found.append(_get_choice_size(scores, cast(TopK, result)))
         return result
 
 
-def _scores_of_choice(func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def _get_choice_scores(func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """Return the scores [n, E] of a call of `topk` over the last of two dimensions; None for any other call."""
     if func not in (torch.topk, torch.Tensor.topk):
         return None
@@ -203,18 +203,18 @@ def _scores_of_choice(func: TorchFunction, args: Sequence[Any], kwargs: Mapping[
     return scores if scores.dim() == 2 and dim in (-1, 1) else None
 
 
-def _size_of(scores: torch.Tensor, result: TopK) -> tuple[int, int]:
+def _get_choice_size(scores: torch.Tensor, result: TopK) -> tuple[int, int]:
     return result.indices.shape[-1], scores.shape[-1]
 
 
-def _shape_of(router: nn.Module, model: Any) -> RoutingShape | None:
+def _measure_shape(router: nn.Module, model: Any) -> RoutingShape | None:
     """Run a router on two tokens and return k and E of its choice, or None if it is not found. A choice among expert
     groups may precede it: the choice of experts has as many scores as the router has logits."""
     like = next(router.parameters(), None)
     if like is None:
         return None
     hidden = torch.zeros(2, model.config.get_text_config().hidden_size, dtype=like.dtype, device=like.device)
-    index = next(index for each, index in routers_of(model) if each is router)
+    index = next(index for each, index in find_routers(model) if each is router)
     with torch.no_grad(), _ChoiceFinder() as finder:
         try:
             output = router(hidden)
@@ -225,7 +225,7 @@ def _shape_of(router: nn.Module, model: Any) -> RoutingShape | None:
     return RoutingShape(1, *found[-1]) if found else None
 
 
-def _layer_around(router: nn.Module, model: nn.Module) -> nn.Module | None:
+def _find_layer_of(router: nn.Module, model: nn.Module) -> nn.Module | None:
     """Return the decoder layer that holds a router."""
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer) and any(each is router for each in module.modules()):

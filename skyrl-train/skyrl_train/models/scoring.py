@@ -13,10 +13,10 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.expert_routes import no_route, route_dtype
 from skyrl_train.models.attention import PACKED_ATTENTION
 from skyrl_train.models.experts import Routers, RouterStatistics
-from skyrl_train.models.linear_attention import has_delta_nets, use_delta_nets
-from skyrl_train.models.packing import Layout, packed, padded
+from skyrl_train.models.linear_attention import has_delta_nets, replace_delta_nets
+from skyrl_train.models.packing import Layout, pack_rows, pad_rows
 from skyrl_train.models.routing_replay import KEYWORD, RoutingPass, RoutingReplay
-from skyrl_train.models.token_log_probs import KeptIds, LogitRule, candidate_log_probs, top_log_probs
+from skyrl_train.models.token_log_probs import KeptIds, LogitRule, compute_candidate_log_probs, compute_top_log_probs
 
 
 class TokenScores(NamedTuple):
@@ -67,13 +67,13 @@ class ScoringModel(nn.Module):
         share_prefixes: bool = False,
     ):
         super().__init__()
-        use_attention(causal_lm, packing, sequence_parallel)
+        set_attention(causal_lm, packing, sequence_parallel)
         self.causal_lm: Any = causal_lm
         self.packing = packing
         self.chunk_size = chunk_size
         self.compile_scores = compile
         self.sequence_parallel = sequence_parallel
-        self.rule = logit_rule(self.causal_lm.config)
+        self.rule = read_logit_rule(self.causal_lm.config)
         self.routers = Routers(causal_lm)
         self.share_prefixes = share_prefixes and not self.routers and not has_delta_nets(self.causal_lm.config)
         self.routing_replay = None if replay_setting is None else RoutingReplay(causal_lm, replay_setting)
@@ -117,64 +117,64 @@ class ScoringModel(nn.Module):
             kept: counts [B, R] and ids [B, M] of the tokens that each response token was sampled from
                 (`kept_tokens.py`): log-probs and entropy are over these. None: over the vocabulary.
         """
-        layout = lay_out(
+        layout = build_layout(
             sequences, attention_mask, num_response, self.packing, self.sequence_parallel, self.share_prefixes
         )
-        routing = self._routing_pass(layout, routes, record_routes)
+        routing = self._build_routing_pass(layout, routes, record_routes)
         # Padding is routed as well: without the mask its tokens would count as load.
-        with self.routers.listen(layout.real, routing) as heard:
-            hidden = hidden_states(self.causal_lm, layout, routing)
+        with self.routers.collect(layout.real, routing) as heard:
+            hidden = compute_hidden_states(self.causal_lm, layout, routing)
         # Only states that predict a response token are kept: logits of prompts would be most of the work and memory.
-        hidden, labels = layout.scored(hidden)
+        hidden, labels = layout.select_scored(hidden)
         head = self.causal_lm.get_output_embeddings()
         distribution: dict[str, Any] = dict(
             bias=head.bias, temperature=temperature, rule=self.rule, chunk_size=self.chunk_size
         )
-        log_probs, entropy, of_candidates = candidate_log_probs(
+        log_probs, entropy, of_candidates = compute_candidate_log_probs(
             hidden,
             head.weight,
             labels,
-            None if candidates is None else layout.scored_columns(candidates),
+            None if candidates is None else layout.select_scored_columns(candidates),
             with_entropy=with_entropy,
             compile=self.compile_scores,
-            kept=None if kept is None else _kept_ids(layout, *kept),
+            kept=None if kept is None else _select_kept_ids(layout, *kept),
             **distribution,
         )
-        top = top_log_probs(hidden, head.weight, num_top, **distribution) if num_top else None
+        top = compute_top_log_probs(hidden, head.weight, num_top, **distribution) if num_top else None
         return TokenScores(
-            layout.place(log_probs),
-            None if entropy is None else layout.place(entropy),
-            heard.statistics() if self.routers else None,
-            self._recorded(layout, routing, sequences.shape[1]) if record_routes else None,
-            None if of_candidates is None else layout.place(of_candidates),
-            None if top is None else (layout.place(top[0]), layout.place(top[1])),
+            layout.scatter_scored(log_probs),
+            None if entropy is None else layout.scatter_scored(entropy),
+            heard.build_statistics() if self.routers else None,
+            self._collect_routes(layout, routing, sequences.shape[1]) if record_routes else None,
+            None if of_candidates is None else layout.scatter_scored(of_candidates),
+            None if top is None else (layout.scatter_scored(top[0]), layout.scatter_scored(top[1])),
         )
 
-    def _routing_pass(self, layout: Layout, routes: torch.Tensor | None, record: bool) -> RoutingPass | None:
+    def _build_routing_pass(self, layout: Layout, routes: torch.Tensor | None, record: bool) -> RoutingPass | None:
         """Return the routes of a forward in the order of its tokens, or None without replay or recording."""
         if routes is None and not record:
             return None
         assert self.routing_replay is not None, "the model was made without routing replay"
-        return RoutingPass(None if routes is None else layout.take(routes, no_route(routes.dtype)))
+        return RoutingPass(None if routes is None else layout.gather_from_batch(routes, no_route(routes.dtype)))
 
-    def _recorded(self, layout: Layout, routing: RoutingPass | None, num_columns: int) -> torch.Tensor:
+    def _collect_routes(self, layout: Layout, routing: RoutingPass | None, num_columns: int) -> torch.Tensor:
         """Return the routes of a forward [B, T, L, k]. A collective with sequence parallelism."""
         assert self.routing_replay is not None and routing is not None
         num_experts = self.routing_replay.shape.num_experts
         kind = route_dtype(num_experts)
         # int64 until gathered: process groups do not send int16.
-        return layout.put(routing.routes(), num_columns, no_route(kind)).to(kind)
+        return layout.scatter_to_batch(routing.get_routes(), num_columns, no_route(kind)).to(kind)
 
 
-def _kept_ids(layout: Layout, counts: torch.Tensor, ids: torch.Tensor) -> KeptIds:
+def _select_kept_ids(layout: Layout, counts: torch.Tensor, ids: torch.Tensor) -> KeptIds:
     """Return the kept tokens of this rank's scored tokens, from counts [B, R] and ids [B, M]."""
     counts = counts.long()
     rows = torch.arange(len(ids), device=ids.device)[:, None]
     starts = rows * ids.shape[1] + counts.cumsum(1) - counts
-    return KeptIds(ids.flatten(), layout.scored_columns(starts), layout.scored_columns(counts))
+    return KeptIds(ids.flatten(), layout.select_scored_columns(starts), layout.select_scored_columns(counts))
 
 
-def lay_out(
+def build_layout(
     sequences: torch.Tensor,
     attention_mask: torch.Tensor,
     num_response: int,
@@ -184,18 +184,18 @@ def lay_out(
 ) -> Layout:
     """Build the layout of a micro-batch for the model."""
     if packing:
-        return packed(sequences, attention_mask, num_response, sequence_parallel, share_prefixes=share_prefixes)
-    return padded(sequences, attention_mask, num_response)
+        return pack_rows(sequences, attention_mask, num_response, sequence_parallel, share_prefixes=share_prefixes)
+    return pad_rows(sequences, attention_mask, num_response)
 
 
-def hidden_states(model: Any, layout: Layout, routing: RoutingPass | None = None) -> torch.Tensor:
+def compute_hidden_states(model: Any, layout: Layout, routing: RoutingPass | None = None) -> torch.Tensor:
     """Run a transformers model up to its output layer, if it has one: [b, n, H].
 
     Raises:
         ValueError: the model does not expose its hidden states, or its routing (`RoutingPass`) does not reach its
             routers.
     """
-    inputs = layout.inputs() if routing is None else layout.inputs() | {KEYWORD: routing}
+    inputs = layout.build_inputs() if routing is None else layout.build_inputs() | {KEYWORD: routing}
     # Only the decoder: the output layer of a transformers model would compute all logits at once, [b, n, V].
     output = model.get_decoder()(**inputs, use_cache=False)
     if getattr(output, "last_hidden_state", None) is None:
@@ -205,7 +205,7 @@ def hidden_states(model: Any, layout: Layout, routing: RoutingPass | None = None
     return output.last_hidden_state
 
 
-def use_attention(model: Any, packing: bool, sequence_parallel: SequenceParallel | None) -> None:
+def set_attention(model: Any, packing: bool, sequence_parallel: SequenceParallel | None) -> None:
     """Set the attention of a transformers model for packed rows, if rows are packed."""
     if sequence_parallel is not None:
         # Ulysses distributes heads over the ranks, so their number must be divisible; checked here and not in the first
@@ -218,7 +218,7 @@ def use_attention(model: Any, packing: bool, sequence_parallel: SequenceParallel
             )
     if packing:
         model.set_attn_implementation(PACKED_ATTENTION)
-        use_delta_nets(model)
+        replace_delta_nets(model)
     elif sequence_parallel is not None:
         raise ConfigError(
             f"sequence_parallel_size={sequence_parallel.size} needs rows that lie end to end: "
@@ -226,7 +226,7 @@ def use_attention(model: Any, packing: bool, sequence_parallel: SequenceParallel
         )
 
 
-def logit_rule(config: Any) -> LogitRule:
+def read_logit_rule(config: Any) -> LogitRule:
     """Read the model's transformation of its logits from its config."""
     text = config.get_text_config()
     # Two families have opposite conventions: Cohere multiplies by logit_scale, Granite divides by logits_scaling.

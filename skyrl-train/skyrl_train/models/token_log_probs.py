@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skyrl_train.models.cpu_linear import times_transposed
+from skyrl_train.models.cpu_linear import multiply_transposed
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class KeptIds(NamedTuple):
     counts: torch.Tensor
     """[N] int64: their number; 0: the whole vocabulary."""
 
-    def outside(self, chunk: slice, num_words: int) -> torch.Tensor:
+    def build_outside_mask(self, chunk: slice, num_words: int) -> torch.Tensor:
         """Return the vocabulary entries that are not kept for the tokens of a chunk, [C, V] bool."""
         starts, counts = self.starts[chunk], self.counts[chunk]
         rows = torch.repeat_interleave(counts)
@@ -73,7 +73,7 @@ class _Settings:
     compile: bool
 
 
-def candidate_log_probs(
+def compute_candidate_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
@@ -124,7 +124,7 @@ def candidate_log_probs(
 
 
 @torch.no_grad()
-def top_log_probs(
+def compute_top_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     num_top: int,
@@ -142,8 +142,8 @@ def top_log_probs(
     log_probs = torch.zeros(len(hidden), num_top, dtype=dtype, device=hidden.device)
     if torch.is_autocast_enabled(weight.device.type):
         weight = weight.to(torch.get_autocast_dtype(weight.device.type))
-    for chunk in _chunks(len(hidden), chunk_size):
-        logits = _scaled_logits(times_transposed(hidden[chunk].to(weight.dtype), weight), bias, settings)
+    for chunk in _iter_chunks(len(hidden), chunk_size):
+        logits = _scale_logits(multiply_transposed(hidden[chunk].to(weight.dtype), weight), bias, settings)
         log_norm = logits.logsumexp(dim=-1, keepdim=True)
         largest, ids[chunk] = logits.topk(num_top, dim=-1)
         log_probs[chunk] = largest - log_norm
@@ -166,13 +166,13 @@ class _TokenLogProbs(torch.autograd.Function):
         # Only per-token numbers are saved: the backward recomputes the logits instead of storing [N, V].
         log_probs, log_norm, entropy = (torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
         of_candidates = None if candidates is None else log_probs.new_zeros(candidates.shape)
-        scores = _compiled(_scores_of_chunk) if settings.compile else _scores_of_chunk
-        for chunk in _chunks(len(hidden), settings.chunk_size):
+        scores = _compile_function(_score_chunk) if settings.compile else _score_chunk
+        for chunk in _iter_chunks(len(hidden), settings.chunk_size):
             # The product has no name, which would keep it alive during the next chunk.
             ids = None if candidates is None else candidates[chunk].long()
-            outside = None if kept is None else kept.outside(chunk, len(weight))
+            outside = None if kept is None else kept.build_outside_mask(chunk, len(weight))
             log_probs[chunk], log_norm[chunk], entropy[chunk], own = scores(
-                times_transposed(hidden[chunk].to(weight.dtype), weight), bias, labels[chunk], ids, outside, settings
+                multiply_transposed(hidden[chunk].to(weight.dtype), weight), bias, labels[chunk], ids, outside, settings
             )
             if of_candidates is not None and own is not None:
                 of_candidates[chunk] = own
@@ -195,15 +195,15 @@ class _TokenLogProbs(torch.autograd.Function):
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_norm)
-        grad_of_product = _compiled(_grad_of_chunk) if settings.compile else _grad_of_chunk
+        grad_of_product = _compile_function(_compute_chunk_gradient) if settings.compile else _compute_chunk_gradient
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
         # Sums over chunks are float32 for any dtype of the products: there may be hundreds of chunks.
         sum_weight = _Sum(weight, log_norm.dtype) if of_weight else None
         sum_bias = _Sum(bias, log_norm.dtype) if of_bias else None
-        for chunk in _chunks(len(hidden), settings.chunk_size):
+        for chunk in _iter_chunks(len(hidden), settings.chunk_size):
             states = hidden[chunk].to(weight.dtype)
             grad_product = grad_of_product(
-                times_transposed(states, weight),
+                multiply_transposed(states, weight),
                 bias,
                 labels[chunk],
                 log_norm[chunk],
@@ -211,18 +211,18 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_log_probs[chunk],
                 None if grad_entropy is None else grad_entropy[chunk],
                 None if grad_candidates is None else (candidates[chunk].long(), grad_candidates[chunk]),
-                None if kept is None else kept.outside(chunk, len(weight)),
+                None if kept is None else kept.build_outside_mask(chunk, len(weight)),
                 settings,
             )
             if sum_bias is not None:
                 sum_bias.add(grad_product.sum(dim=0))
             grad_product = grad_product.to(weight.dtype)
             if grad_hidden is not None:
-                grad_hidden[chunk] = times_transposed(grad_product, weight.t())
+                grad_hidden[chunk] = multiply_transposed(grad_product, weight.t())
             if sum_weight is not None:
-                sum_weight.add(times_transposed(grad_product.t(), states.t()))
+                sum_weight.add(multiply_transposed(grad_product.t(), states.t()))
             del grad_product  # before the next chunk is computed
-        of_parameters = sum_weight and sum_weight.result(), sum_bias and sum_bias.result()
+        of_parameters = sum_weight and sum_weight.get_result(), sum_bias and sum_bias.get_result()
         return grad_hidden, *of_parameters, None, None, None, None
 
 
@@ -236,20 +236,20 @@ class _Sum:
     def add(self, term: torch.Tensor) -> None:
         self.sum = term.to(self.dtype) if self.sum is None else self.sum.add_(term)
 
-    def result(self) -> torch.Tensor:
+    def get_result(self) -> torch.Tensor:
         return torch.zeros_like(self.like) if self.sum is None else self.sum.to(self.like.dtype)
 
 
-def _chunks(total: int, size: int) -> Iterator[slice]:
+def _iter_chunks(total: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
 @cache
-def _compiled(function: Callable[..., object]) -> Callable[..., Any]:
+def _compile_function(function: Callable[..., object]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def _scaled_logits(product: torch.Tensor, bias: torch.Tensor | None, settings: _Settings) -> torch.Tensor:
+def _scale_logits(product: torch.Tensor, bias: torch.Tensor | None, settings: _Settings) -> torch.Tensor:
     """Compute z / temperature of a chunk, [C, V], in float32 or more, from hidden W^T, which may be overwritten."""
     logits = product.to(torch.promote_types(product.dtype, torch.float32))
     if bias is not None:
@@ -258,7 +258,7 @@ def _scaled_logits(product: torch.Tensor, bias: torch.Tensor | None, settings: _
     return logits if settings.temperature == 1.0 else logits.div_(settings.temperature)
 
 
-def _scores_of_chunk(
+def _score_chunk(
     product: torch.Tensor,
     bias: torch.Tensor | None,
     labels: torch.Tensor,
@@ -268,7 +268,7 @@ def _scores_of_chunk(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Compute log_probs, logsumexp(z) and entropy of a chunk, each [C] (entropy is 0 if not requested), and the
     log-probs of its candidates [C, K], if any; all without the tokens of `outside` [C, V]."""
-    logits = _scaled_logits(product, bias, settings)
+    logits = _scale_logits(product, bias, settings)
     if outside is not None:
         logits.masked_fill_(outside, _EXCLUDED)
     largest = logits.amax(dim=-1)
@@ -289,7 +289,7 @@ def _scores_of_chunk(
     return of_labels - log_total, log_total + largest, entropy, of_candidates
 
 
-def _grad_of_chunk(
+def _compute_chunk_gradient(
     product: torch.Tensor,
     bias: torch.Tensor | None,
     labels: torch.Tensor,
@@ -307,7 +307,7 @@ def _grad_of_chunk(
     d log p(label) / dz_v = [v = label] - p_v          dH / dz_v = -p_v (log p_v + H)
     """
     rule, temperature = settings.rule, settings.temperature
-    log_p = _scaled_logits(product, bias, settings)
+    log_p = _scale_logits(product, bias, settings)
     slope = rule.multiplier / temperature
     # d/dx cap tanh(x / cap) = 1 - tanh^2; `log_p` still holds the capped logits, divided by the temperature.
     slope_of_cap = None if rule.softcap is None else 1 - (log_p * (temperature / rule.softcap)).square_()

@@ -15,7 +15,7 @@ from skyrl_train.distributed.ulysses import SequenceParallel
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_backbone
 from skyrl_train.models.linear_attention import has_delta_nets
-from skyrl_train.models.scoring import hidden_states, lay_out, use_attention
+from skyrl_train.models.scoring import build_layout, compute_hidden_states, set_attention
 
 
 class ValueModel(nn.Module):
@@ -39,7 +39,7 @@ class ValueModel(nn.Module):
         share_prefixes: bool = False,
     ):
         super().__init__()
-        use_attention(backbone, packing, sequence_parallel)
+        set_attention(backbone, packing, sequence_parallel)
         if hasattr(self, head_name) or head_name == "backbone":
             raise ConfigError(f"trainer.algorithm.value_head_prefix: {head_name!r} is taken; name it otherwise")
         self.backbone: Any = backbone
@@ -78,12 +78,12 @@ class ValueModel(nn.Module):
         Returns:
             values [B, R] float32, 0 at padding and at a token without a predecessor.
         """
-        layout = lay_out(
+        layout = build_layout(
             sequences, attention_mask, num_response, self.packing, self.sequence_parallel, self.share_prefixes
         )
-        hidden, _ = layout.scored(hidden_states(self.backbone, layout))
+        hidden, _ = layout.select_scored(compute_hidden_states(self.backbone, layout))
         values = hidden.float() @ self.head.weight[0].float()
-        return layout.place(values)
+        return layout.scatter_scored(values)
 
 
 def load_value_model(

@@ -370,7 +370,7 @@ class TrainingBackend(ABC):
                 if entropies is not None and scores.entropy is not None:
                     entropies[rows] = scores.entropy.detach().cpu()
             if scores.router is not None:
-                counted = scores.router.zeros() if micro_batch.is_dummy else scores.router
+                counted = scores.router.build_zeros() if micro_batch.is_dummy else scores.router
                 router = counted if router is None else router + counted
         return Gradient(merge_metric_sums(sums), outputs, router, entropies)
 

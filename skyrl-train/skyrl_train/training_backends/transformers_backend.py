@@ -8,12 +8,12 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.config import RefConfig
-from skyrl_train.models.build import build_model, gather_parameters, transformer_of
-from skyrl_train.models.lora import begins_with_weights
+from skyrl_train.models.build import build_model, gather_parameters, get_transformer
+from skyrl_train.models.lora import has_weight_based_init
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.scoring_check import check_scoring
 from skyrl_train.models.value_model import ValueModel
-from skyrl_train.models.weight_files import WeightFiles, fill_buffers, open_on_all_ranks, values_in_forward
+from skyrl_train.models.weight_files import WeightFiles, fill_buffers, load_values_in_forward, open_on_all_ranks
 from skyrl_train.training_backends.base import Scores, TrainingBackend
 from skyrl_train.training_batch import TrainingInputBatch
 
@@ -52,17 +52,17 @@ class TransformersBackend(TrainingBackend):
         refusal = None
         if method := self._init_method_from_weights:
             refusal = f"trainer.{self.name}.model.lora.init_method={method} computes adapters from the weights"
-        files = open_on_all_ranks(transformer_of(model), path, refusal)
+        files = open_on_all_ranks(get_transformer(model), path, refusal)
         is_first = self.parallel.rank == 0
         if files is not None:
-            fill_buffers(transformer_of(model), files)
+            fill_buffers(get_transformer(model), files)
         elif is_first:
             torch.set_rng_state(random_state)
             model = self.build(path, with_weights=True)
         if check and is_first:
             # No more in memory than this rank's part where all ranks divide the model.
             part = sum(parameter.numel() for parameter in model.parameters()) // self.parallel.world_size
-            with nullcontext() if files is None else values_in_forward(transformer_of(model), files, part):
+            with nullcontext() if files is None else load_values_in_forward(get_transformer(model), files, part):
                 check_scoring(model, path)
         return model, files
 
@@ -70,7 +70,7 @@ class TransformersBackend(TrainingBackend):
     def _init_method_from_weights(self) -> str | None:
         """Return `lora.init_method` if adapters begin as parts of the weights, which then differ from the files."""
         lora = None if isinstance(self.settings, RefConfig) else self.settings.model.lora
-        return lora.init_method if lora is not None and self.is_trained and begins_with_weights(lora) else None
+        return lora.init_method if lora is not None and self.is_trained and has_weight_based_init(lora) else None
 
     @property
     def shares_prefixes(self) -> bool:
@@ -78,7 +78,7 @@ class TransformersBackend(TrainingBackend):
 
     @property
     def transformer(self) -> PreTrainedModel:
-        return transformer_of(self.model)
+        return get_transformer(self.model)
 
     def compute(self, *args: object, **kwargs: object) -> Any:
         """Call the root module."""

@@ -11,7 +11,7 @@ from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.config import AlgorithmConfig
 from skyrl_train.config.distillation import DistillationConfig
 from skyrl_train.models.scoring import ScoringModel
-from skyrl_train.models.token_log_probs import LogitRule, candidate_log_probs, top_log_probs
+from skyrl_train.models.token_log_probs import LogitRule, compute_candidate_log_probs, compute_top_log_probs
 from skyrl_train.training_backends.base import Scores
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.workers.objectives.policy import PolicyObjective
@@ -168,7 +168,7 @@ def test_chunked_head_gradients_match_finite_differences(rule, with_entropy):
     candidates = torch.stack([torch.randperm(NUM_WORDS, generator=generator)[:3] for _ in range(5)]).int()
 
     def scores(hidden, weight, bias):
-        log_probs, entropy, of_candidates = candidate_log_probs(
+        log_probs, entropy, of_candidates = compute_candidate_log_probs(
             hidden,
             weight,
             labels,
@@ -187,7 +187,7 @@ def test_chunked_head_gradients_match_finite_differences(rule, with_entropy):
 def test_chunked_head_top_k_matches_full_logits():
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(7, 6, generator=generator), torch.randn(NUM_WORDS, 6, generator=generator)
-    ids, log_probs = top_log_probs(hidden, weight, 4, temperature=TEMPERATURE, chunk_size=3)
+    ids, log_probs = compute_top_log_probs(hidden, weight, 4, temperature=TEMPERATURE, chunk_size=3)
     expected = (hidden @ weight.t() / TEMPERATURE).log_softmax(dim=-1).topk(4)
     assert torch.equal(ids, expected.indices)
     torch.testing.assert_close(log_probs, expected.values, rtol=1e-5, atol=1e-5)

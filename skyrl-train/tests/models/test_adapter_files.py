@@ -16,13 +16,13 @@ from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.models.adapter_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
-    adapter_tensors,
+    gather_adapter_tensors,
     read_adapter,
     save_adapter,
     write_adapter_version,
 )
 from skyrl_train.models.causal_lm import load_causal_lm
-from skyrl_train.models.lora import adapters_of, add_adapters
+from skyrl_train.models.lora import add_adapters, find_adapters
 from skyrl_train.weight_sync.base import LoraLoadRequest
 from skyrl_train.weight_sync.fingerprint import differences, fingerprints_of
 
@@ -36,7 +36,7 @@ def adapted(path: str, **config) -> PreTrainedModel:
     add_adapters(model, LoRAConfig(**{"rank": 4, "alpha": 8, **config}))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for adapter in adapters_of(model):
+        for adapter in find_adapters(model):
             for matrix in adapter.matrices.values():
                 matrix.add_(torch.randn(matrix.shape, generator=generator) * 0.1)
     return model
@@ -47,10 +47,10 @@ def test_returned_tensors_equal_file_in_engine_dtype(tiny_model, tmp_path):
     written = write_adapter_version(model, tmp_path, 1, torch.bfloat16, rank=0)
     file = load_file(tmp_path / "1" / WEIGHTS_FILE)
     assert {tensor.dtype for tensor in file.values()} == {torch.bfloat16}
-    assert file.keys() == written.keys() == dict(adapter_tensors(model, torch.bfloat16)).keys()
+    assert file.keys() == written.keys() == dict(gather_adapter_tensors(model, torch.bfloat16)).keys()
     assert all(torch.equal(file[name], tensor) for name, tensor in written.items())
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
-    up_proj = next(adapter for adapter in adapters_of(model) if adapter.layer == "model.layers.1.mlp.up_proj")
+    up_proj = next(adapter for adapter in find_adapters(model) if adapter.layer == "model.layers.1.mlp.up_proj")
     assert torch.equal(file[name], up_proj.b.detach().bfloat16())
 
 
@@ -108,8 +108,8 @@ def test_native_engine_loads_written_adapter(tiny_model, tmp_path, init_method):
     write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
     layers = read_lora(str(tmp_path / "1"), base, max_rank=4)
-    assert set(layers) == {adapter.layer for adapter in adapters_of(model)}
-    for adapter in adapters_of(model):
+    assert set(layers) == {adapter.layer for adapter in find_adapters(model)}
+    for adapter in find_adapters(model):
         assert layers[adapter.layer].scaling == 2.0
         assert torch.equal(layers[adapter.layer].a, adapter.a)
         assert torch.equal(layers[adapter.layer].b, adapter.b)

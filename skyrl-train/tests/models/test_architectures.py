@@ -11,8 +11,8 @@ from skyrl_train.config import LoRAConfig, SkyRLConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_causal_lm
-from skyrl_train.models.lora import adapters_of, add_adapters, exported_parameters
-from skyrl_train.models.scoring import ScoringModel, use_attention
+from skyrl_train.models.lora import add_adapters, find_adapters, gather_exported_parameters
+from skyrl_train.models.scoring import ScoringModel, set_attention
 from skyrl_train.models.scoring_check import check_scoring
 from skyrl_train_testing.architectures import ARCHITECTURES, page
 
@@ -91,22 +91,22 @@ def test_log_probs_and_gradients_match_transformers_in_all_layouts(name, packing
 def test_adapters_target_listed_layers_and_merge_exactly(name, folder_of):
     inner = load_causal_lm(folder_of(name), device=CPU)
     add_adapters(inner, LoRAConfig(rank=2, alpha=4))
-    layers = {adapter.layer for adapter in adapters_of(inner)}
+    layers = {adapter.layer for adapter in find_adapters(inner)}
     assert not [layer for layer in layers if "vision" in layer or "visual" in layer]
     of_attention = {layer for layer in layers if "attn" in layer}
     of_mlp = {layer for layer in layers if ".mlp." in layer and not layer.endswith("shared_expert_gate")}
     assert of_attention and all("shared_expert_gate" in layer for layer in layers - of_attention - of_mlp)
     assert bool(of_mlp) == ARCHITECTURES[name].adapters.startswith("attention, MLP")
-    for adapter in adapters_of(inner):
+    for adapter in find_adapters(inner):
         torch.nn.init.normal_(adapter.b, std=0.2)
     sequences, mask, num_response = make_batch()
     model = ScoringModel(inner, chunk_size=32)
     log_probs = model(sequences, mask, num_response, TEMPERATURE).log_probs
     log_probs.sum().backward()
-    assert all(adapter.a.grad is not None and adapter.a.grad.any() for adapter in adapters_of(inner))
+    assert all(adapter.a.grad is not None and adapter.a.grad.any() for adapter in find_adapters(inner))
     merged = hf.AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
     before = reference(merged).detach()
-    merged.load_state_dict(dict(exported_parameters(inner)), strict=False)
+    merged.load_state_dict(dict(gather_exported_parameters(inner)), strict=False)
     expected = reference(merged).detach()
     assert (expected - before).abs().max() > 0.1
     torch.testing.assert_close(log_probs.detach(), expected, atol=2e-5, rtol=1e-5)
@@ -144,4 +144,4 @@ class _TwoRanks:
 
 def test_linear_attention_rejects_sequence_parallelism():
     with pytest.raises(ConfigError, match=r"sequence_parallel_size=2 cannot go with qwen3_5_text.*Set it to 1"):
-        use_attention(ARCHITECTURES["qwen3_5"].build(), True, _TwoRanks())  # pyright: ignore[reportArgumentType]
+        set_attention(ARCHITECTURES["qwen3_5"].build(), True, _TwoRanks())  # pyright: ignore[reportArgumentType]

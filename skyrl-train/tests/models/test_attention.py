@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from skyrl_train.models import cpu_attention
-from skyrl_train.models.attention import _varlen_attention, packed_attention
+from skyrl_train.models.attention import _select_varlen_attention, packed_attention
 from skyrl_train.models.packing import PackedRows
 
 HEADS, SIZE = 4, 8
@@ -130,7 +130,7 @@ def test_missing_row_lengths_are_rejected():
 @pytest.mark.parametrize("window", [None, 3, 40])
 @pytest.mark.parametrize("key_heads", [4, 2])
 def test_kernels_for_rows_of_different_lengths_agree_with_single_rows(window, key_heads):
-    assert _varlen_attention("cuda", torch.bfloat16) is not None
+    assert _select_varlen_attention("cuda", torch.bfloat16) is not None
     lengths = (70, 33, 1)
     inputs = [x.detach().to("cuda", torch.bfloat16) for x in make_inputs(sum(lengths), key_heads)]
     rows = rows_of(lengths, "cuda")

@@ -5,7 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.causal_lm import attention_implementation, load_causal_lm
+from skyrl_train.models.causal_lm import load_causal_lm, select_attention_implementation
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def test_unknown_config_field_is_rejected(tiny_model: str):
 
 def test_model_uses_builtin_attention_without_flash_attn(tiny_model: str):
     assert load_causal_lm(tiny_model, device=CPU, flash_attn=False).config._attn_implementation == "eager"
-    assert attention_implementation(True, CPU) == "sdpa"
+    assert select_attention_implementation(True, CPU) == "sdpa"
 
 
 def test_padded_rows_use_eager_attention_without_fused_kernel(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from skyrl_train.models.cpu_linear import OneDnnLinear, use_onednn_linear
+from skyrl_train.models.cpu_linear import OneDnnLinear, enable_onednn_linear
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -14,7 +14,7 @@ def test_outputs_and_gradients_match_replaced_layer(shape, bias):
     model = nn.Sequential(nn.Linear(24, 40, bias=bias), nn.SiLU(), nn.Linear(40, 8, bias=bias))
     inputs = torch.randn(shape, requires_grad=True)
     results = []
-    for change in (lambda _: None, use_onednn_linear):
+    for change in (lambda _: None, enable_onednn_linear):
         change(model)
         model.zero_grad()
         inputs.grad = None
@@ -29,7 +29,7 @@ def test_outputs_and_gradients_match_replaced_layer(shape, bias):
 
 def test_frozen_layer_propagates_gradients():
     layer = nn.Sequential(nn.Linear(4, 3, bias=False))
-    use_onednn_linear(layer)
+    enable_onednn_linear(layer)
     layer.requires_grad_(False)
     inputs = torch.ones(2, 4, requires_grad=True)
     layer(inputs).sum().backward()
@@ -38,7 +38,7 @@ def test_frozen_layer_propagates_gradients():
 
 def test_other_devices_are_unchanged():
     model = nn.Sequential(nn.Linear(8, 3, bias=False))
-    use_onednn_linear(model)
+    enable_onednn_linear(model)
     assert model.to("meta")(torch.empty(2, 8, device="meta")).shape == (2, 3)  # oneDNN would refuse it
 
 
@@ -47,5 +47,5 @@ def test_bfloat16_result_is_unchanged():
     inputs = torch.randn(3, 8, dtype=torch.bfloat16)
     expected = layer(inputs)
     model = nn.Sequential(layer)
-    use_onednn_linear(model)
+    enable_onednn_linear(model)
     assert torch.equal(model(inputs), expected)

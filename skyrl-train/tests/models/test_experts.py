@@ -6,7 +6,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from skyrl_train.models.causal_lm import load_causal_lm
-from skyrl_train.models.experts import RouterStatistics, auxiliary_loss
+from skyrl_train.models.experts import RouterStatistics, compute_auxiliary_loss
 from skyrl_train.models.scoring import ScoringModel
 
 EXPERTS, CHOSEN = 4, 2
@@ -36,14 +36,14 @@ def make_model(kind: str = "qwen3"):
 def test_two_tokens_and_two_experts_match_manual_result():
     # Both tokens go to expert 0, with probability 3/4 and 1/4 on average: 2 * (1 * 3/4 + 0 * 1/4).
     statistics = RouterStatistics(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.5, 0.5]]), 2)
-    assert auxiliary_loss(statistics) == pytest.approx(1.5)
+    assert compute_auxiliary_loss(statistics) == pytest.approx(1.5)
     # As many tokens that do the opposite: evenly used, and the loss of one expert a token is 1.
     opposite = RouterStatistics(torch.tensor([[0.0, 2.0]]), torch.tensor([[0.5, 1.5]]), 2)
-    assert auxiliary_loss(statistics + opposite) == pytest.approx(1.0)
+    assert compute_auxiliary_loss(statistics + opposite) == pytest.approx(1.0)
 
 
 def test_router_loss_of_empty_batch_is_zero():
-    assert auxiliary_loss(RouterStatistics(torch.zeros(1, 2), torch.zeros(1, 2), 0)) == 0.0
+    assert compute_auxiliary_loss(RouterStatistics(torch.zeros(1, 2), torch.zeros(1, 2), 0)) == 0.0
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
@@ -68,7 +68,7 @@ def test_router_loss_sums_over_micro_batches_to_full_batch(kind, packing, gradie
     assert total is not None
     assert total.num_tokens == int(ragged.mask.sum())
     assert total.counts.sum() == CHOSEN * len(logits) * total.num_tokens
-    assert auxiliary_loss(total) == pytest.approx(expected.item(), rel=1e-5)
+    assert compute_auxiliary_loss(total) == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_packed_moe_scores_match_padded_rows(ragged):

@@ -8,7 +8,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_train.kept_tokens import KeptTokens, pad_kept_tokens
 from skyrl_train.models.scoring import ScoringModel
-from skyrl_train.models.token_log_probs import KeptIds, LogitRule, candidate_log_probs
+from skyrl_train.models.token_log_probs import KeptIds, LogitRule, compute_candidate_log_probs
 
 FOUR = [0.5, 0.25, 0.15, 0.1]
 NUM_TOKENS, HIDDEN, WORDS = 13, 6, 29
@@ -35,7 +35,7 @@ def kept_ids(sets: list[list[int]]) -> KeptIds:
 )
 def test_log_prob_and_entropy_over_truncated_vocabulary(kept: list[int], token: int, probability: float):
     hidden, weight = torch.tensor([[1.0]]), torch.tensor(FOUR).log()[:, None]
-    log_probs, entropy, _ = candidate_log_probs(
+    log_probs, entropy, _ = compute_candidate_log_probs(
         hidden, weight, torch.tensor([token]), None, with_entropy=True, kept=kept_ids([kept])
     )
     assert log_probs.item() == pytest.approx(math.log(probability), abs=1e-6)
@@ -54,7 +54,7 @@ def test_truncated_policy_gradient_requires_truncated_log_probs():
     gradients = []
     for kept in ([0, 1], []):
         logits = torch.tensor(FOUR).log()[:, None].requires_grad_()
-        log_probs, *_ = candidate_log_probs(
+        log_probs, *_ = compute_candidate_log_probs(
             torch.ones(2, 1), logits, torch.tensor([0, 1]), None, kept=kept_ids([kept] * 2)
         )
         (drawn_from * rewards * log_probs).sum().backward()
@@ -83,7 +83,7 @@ def inputs(dtype: torch.dtype, num_tokens: int = NUM_TOKENS):
 @pytest.mark.parametrize("rule", RULES)
 def test_chunked_gradients_match_full_truncated_softmax(chunk_size: int, rule: LogitRule):
     hidden, weight, bias, labels, sets = inputs(torch.float32)
-    ours = candidate_log_probs(
+    ours = compute_candidate_log_probs(
         hidden,
         weight,
         labels,
@@ -119,7 +119,7 @@ def test_compiled_chunks_match_eager_over_kept_tokens():
     hidden, weight, bias, labels, sets = inputs(torch.float32)
     results = []
     for compile in (False, True):
-        log_probs, entropy, _ = candidate_log_probs(
+        log_probs, entropy, _ = compute_candidate_log_probs(
             hidden,
             weight,
             labels,

@@ -11,7 +11,7 @@ from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.adapter_files import load_adapter, save_adapter
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.cpu_linear import OneDnnLinear
-from skyrl_train.models.lora import Adapter, adapters_of, add_adapters, exported_parameters
+from skyrl_train.models.lora import Adapter, add_adapters, find_adapters, gather_exported_parameters
 
 CPU = torch.device("cpu")
 IDS = torch.randint(2, 64, (3, 10), generator=torch.Generator().manual_seed(0))
@@ -35,7 +35,7 @@ def disturb(model: nn.Module) -> None:
     """Adapters far from where they began: as after training."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for adapter in adapters_of(model):
+        for adapter in find_adapters(model):
             for matrix in adapter.matrices.values():
                 matrix.add_(torch.randn(matrix.shape, generator=generator) * 0.1)
 
@@ -47,17 +47,17 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 def test_all_linear_layers_except_output_get_adapters(tiny_model):
     model = adapted(tiny_model)
-    layers = [adapter.layer for adapter in adapters_of(model)]
+    layers = [adapter.layer for adapter in find_adapters(model)]
     of_a_block = ["self_attn." + n for n in ("q_proj", "k_proj", "v_proj", "o_proj")]
     of_a_block += ["mlp." + n for n in ("gate_proj", "up_proj", "down_proj")]
     assert layers == [f"model.layers.{block}.{name}" for block in (0, 1) for name in of_a_block]
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    assert trained == {id(matrix) for adapter in adapters_of(model) for matrix in adapter.matrices.values()}
+    assert trained == {id(matrix) for adapter in find_adapters(model) for matrix in adapter.matrices.values()}
 
 
 def test_adapter_layers_can_be_included_and_excluded(tiny_model):
     model = adapted(tiny_model, LoRAConfig(rank=2, target_modules=["q_proj", "v_proj"], exclude_modules=".*layers.1.*"))
-    assert [a.layer for a in adapters_of(model)] == [f"model.layers.0.self_attn.{n}_proj" for n in "qv"]
+    assert [a.layer for a in find_adapters(model)] == [f"model.layers.0.self_attn.{n}_proj" for n in "qv"]
 
 
 def test_new_adapters_have_no_effect(tiny_model):
@@ -66,7 +66,7 @@ def test_new_adapters_have_no_effect(tiny_model):
 
 def test_adapter_init_is_equal_on_all_ranks(tiny_model):
     first, second = adapted(tiny_model), adapted(tiny_model)
-    assert all(torch.equal(a.a, b.a) for a, b in zip(adapters_of(first), adapters_of(second), strict=True))
+    assert all(torch.equal(a.a, b.a) for a, b in zip(find_adapters(first), find_adapters(second), strict=True))
 
 
 def test_merged_weight_matches_manual_result():
@@ -79,13 +79,13 @@ def test_merged_weight_matches_manual_result():
         is_transposed=False,
     )
     weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    assert adapter.merged_into(weight).tolist() == [[1.5, 3.5], [4.0, 7.0]]
+    assert adapter.merge_into(weight).tolist() == [[1.5, 3.5], [4.0, 7.0]]
     assert weight.tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
 
 def test_parameters_without_adapters_are_exported_unchanged(tiny_model):
     model = load(tiny_model)
-    exported = dict(exported_parameters(model))
+    exported = dict(gather_exported_parameters(model))
     assert list(exported) == [name for name, _ in model.named_parameters()]
     assert all(torch.equal(exported[name], parameter) for name, parameter in model.named_parameters())
 
@@ -159,10 +159,10 @@ def test_fused_experts_get_no_adapter_with_warning(moe_model, tmp_path, caplog):
         model = adapted(moe_model)
     assert "experts and routers have no adapters" in caplog.text
     names = [f"model.layers.{i}.self_attn.{n}_proj" for i in (0, 1) for n in "qkvo"]
-    assert [adapter.layer for adapter in adapters_of(model)] == names
+    assert [adapter.layer for adapter in find_adapters(model)] == names
     disturb(model)
     save_adapter(model, tmp_path, moe_model)
-    expected, exported = logits(model), dict(exported_parameters(model))
+    expected, exported = logits(model), dict(gather_exported_parameters(model))
     base = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.float32)
     assert list(exported) == [name for name, _ in base.named_parameters()]
     torch.testing.assert_close(logits(PeftModel.from_pretrained(base, str(tmp_path))), expected, atol=1e-5, rtol=1e-5)

@@ -11,7 +11,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.models import packing
 from skyrl_train.models.attention import packed_attention
 from skyrl_train.models.build import build_model
-from skyrl_train.models.packing import PackedRows, packed, prefix_order
+from skyrl_train.models.packing import PackedRows, compute_prefix_order, pack_rows
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.orchestration.schedule import Schedule
@@ -77,7 +77,7 @@ def test_scores_and_gradients_match_separate_rows(rows: Any, kind: str):
 @pytest.mark.parametrize("rows", list(BATCHES.values())[:3], ids=list(BATCHES)[:3])
 def test_prefix_aware_token_budget_gives_same_update(rows: Any):
     sequences, mask = batch(*rows)
-    order = prefix_order(sequences, mask, NUM_RESPONSE)
+    order = compute_prefix_order(sequences, mask, NUM_RESPONSE)
     lengths = mask.sum(1).tolist()
     schedule = Schedule.of(lengths, [range(len(rows))], 1, micro_batch_size=1, max_tokens=26, prefixes=order)
     weights = torch.arange(1.0, 1 + len(rows) * NUM_RESPONSE).view(len(rows), NUM_RESPONSE)
@@ -131,7 +131,7 @@ def test_sliding_window_reaches_into_prefix(window: int):
 
 
 def test_prefix_is_packed_once():
-    layout = packed(*batch(*BATCHES["samples of two prompts"]), NUM_RESPONSE, share_prefixes=True)
+    layout = pack_rows(*batch(*BATCHES["samples of two prompts"]), NUM_RESPONSE, share_prefixes=True)
     assert layout.rows is not None and layout.rows.keys is not None
     assert layout.input_ids.shape[1] == len(A) + len(B) + 16
     assert layout.rows.prefixes == (0, 0, 17, 20, 20, 20)
@@ -142,7 +142,7 @@ def test_prefix_is_packed_once():
 
 
 def test_first_response_token_is_predicted_by_shared_prompt():
-    layout = packed(*batch((A, [40]), (A, [41])), NUM_RESPONSE, share_prefixes=True)
+    layout = pack_rows(*batch((A, [40]), (A, [41])), NUM_RESPONSE, share_prefixes=True)
     assert layout.labels.sort().values.tolist() == [40, 41]
     assert layout.input_ids[0, layout.predictors].tolist() == [A[-1], A[-1]]
 
@@ -151,9 +151,9 @@ def test_first_response_token_is_predicted_by_shared_prompt():
 def test_prompt_containing_other_response_is_not_recomputed(last: int):
     """Whatever token the first row goes on with: sorted by tokens alone it may stand behind those that branch off."""
     rows = [(C, [40, 41, 42, 43, 44, 45, last]), ([*C, 40, 41, 42, 43, 44, 45, 55], [46]), ([*C, 40, 41, 56, 57], [47])]
-    order = prefix_order(*batch(*rows), NUM_RESPONSE)
+    order = compute_prefix_order(*batch(*rows), NUM_RESPONSE)
     assert (order.rows[0], order.shared) == (0, [0, 17, 0])  # 13 tokens are too short a prefix to be shared
-    layout = packed(*batch(*rows), NUM_RESPONSE, share_prefixes=True)
+    layout = pack_rows(*batch(*rows), NUM_RESPONSE, share_prefixes=True)
     assert layout.input_ids.shape[1] == 18 + 2 + 16
 
 
@@ -161,14 +161,14 @@ def test_short_prefixes_and_responses_are_not_shared():
     header, answer = [30, 2, 3], list(range(5, 12))
     for rows in ([([*header, 5], [6]), ([*header, 7], [8])], [(C, answer), (C, answer)], [(A, []), (B, [])]):
         sequences, mask = batch(*rows)
-        ours, plain = (packed(sequences, mask, NUM_RESPONSE, share_prefixes=share) for share in (True, False))
+        ours, plain = (pack_rows(sequences, mask, NUM_RESPONSE, share_prefixes=share) for share in (True, False))
         assert ours.rows is not None and ours.rows.keys is None
         assert torch.equal(ours.input_ids, plain.input_ids)
 
 
 def test_equal_responses_are_computed_per_row():
     """Only prompts are shared: samples of one prompt then attend to keys of one length, in one call."""
-    layout = packed(*batch((A, [40, 41]), (A, [40, 42])), NUM_RESPONSE, share_prefixes=True)
+    layout = pack_rows(*batch((A, [40, 41]), (A, [40, 42])), NUM_RESPONSE, share_prefixes=True)
     assert layout.input_ids.shape[1] == len(A) + 4
 
 
@@ -195,11 +195,11 @@ def test_sequence_parallel_scores_are_scattered_to_rows(size: int):
     """A shared token predicts several: each of them has its own value."""
     rows = BATCHES["samples of two prompts"]
     ranks = [ManyRanks(size, rank) for rank in range(size)]
-    layouts = [packed(*batch(*rows), NUM_RESPONSE, each, share_prefixes=True) for each in ranks]  # type: ignore[arg-type]
+    layouts = [pack_rows(*batch(*rows), NUM_RESPONSE, each, share_prefixes=True) for each in ranks]  # type: ignore[arg-type]
     widest = max(len(layout.own) for layout in layouts if layout.own is not None)
     values = []
     for layout in layouts:
-        _, labels = layout.scored(torch.zeros(1, layout.input_ids.numel(), 1))
+        _, labels = layout.select_scored(torch.zeros(1, layout.input_ids.numel(), 1))
         values.append(labels.float())
     slices = [torch.cat([each, each.new_zeros(widest - len(each))]) for each in values]
     for each in ranks:
@@ -207,13 +207,13 @@ def test_sequence_parallel_scores_are_scattered_to_rows(size: int):
     sequences, mask = batch(*rows)
     expected = (sequences * mask)[:, NUM_PROMPT:].float()
     for layout, own in zip(layouts, values, strict=True):
-        assert torch.equal(layout.place(own), expected)
+        assert torch.equal(layout.scatter_scored(own), expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_for_rows_of_different_lengths_attend_to_prefixes():
-    layout = packed(*batch(*BATCHES["branches"]), NUM_RESPONSE, share_prefixes=True)
+    layout = pack_rows(*batch(*BATCHES["branches"]), NUM_RESPONSE, share_prefixes=True)
     rows = layout.rows
     assert rows is not None and rows.keys is not None
     generator = torch.Generator().manual_seed(0)
@@ -238,5 +238,5 @@ def test_prefixes_are_found_in_any_row_order(monkeypatch: pytest.MonkeyPatch):
         torch.testing.assert_close(shared, separate, atol=1e-6, rtol=1e-6)
         beginnings = {tuple(p[:n]) for p, _ in mixed for n in range(1, len(p) + 1)}
         num_responses = sum(len(response) for _, response in mixed)
-        computed = packed(*batch(*mixed), NUM_RESPONSE, share_prefixes=True).input_ids.numel()
+        computed = pack_rows(*batch(*mixed), NUM_RESPONSE, share_prefixes=True).input_ids.numel()
         assert computed <= len(beginnings) + num_responses, "each beginning of a prompt once"

@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from skyrl_train.models.token_log_probs import LogitRule, candidate_log_probs
+from skyrl_train.models.token_log_probs import LogitRule, compute_candidate_log_probs
 
 NUM_TOKENS, HIDDEN, WORDS = 13, 6, 29
 RULES = [LogitRule(), LogitRule(multiplier=0.5), LogitRule(softcap=2.0), LogitRule(multiplier=3.0, softcap=1.5)]
 
 
 def token_log_probs(hidden, weight, labels, **settings):
-    return candidate_log_probs(hidden, weight, labels, None, **settings)[:2]
+    return compute_candidate_log_probs(hidden, weight, labels, None, **settings)[:2]
 
 
 def whole(hidden, weight, labels, bias, temperature, rule):

@@ -19,8 +19,8 @@ from skyrl_train.models.weight_files import (
     WeightFiles,
     apply_dtype_plan,
     fill_buffers,
-    placeholders,
-    values_in_forward,
+    load_values_in_forward,
+    use_placeholders,
 )
 from skyrl_train_testing.tiny_models import tiny_mixture, tiny_qwen3
 
@@ -132,7 +132,7 @@ def test_block_weights_exist_only_during_forward_in_low_memory_mode(family: str,
     FAMILIES[family]().save_pretrained(tmp_path)
     whole, parts, files = loaded_both_ways(str(tmp_path), load_causal_lm)
     ids = torch.arange(2, 12)[None]
-    with torch.no_grad(), values_in_forward(parts, files, max_numbers):
+    with torch.no_grad(), load_values_in_forward(parts, files, max_numbers):
         logits = parts(input_ids=ids, use_cache=False).logits
         tied = parts.lm_head.weight is parts.get_input_embeddings().weight
         assert tied == parts.config.tie_word_embeddings
@@ -166,7 +166,7 @@ def test_adapter_init_matches_fully_loaded_model(init_method: str, tiny_model: s
     torch.manual_seed(0)
     add_adapters(whole, lora)
     torch.manual_seed(0)
-    with placeholders(parts):
+    with use_placeholders(parts):
         add_adapters(parts, lora)
     found = dict(parts.named_parameters())
     files = WeightFiles(parts, tiny_model)

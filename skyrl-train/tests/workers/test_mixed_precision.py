@@ -13,7 +13,7 @@ from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.scoring import ScoringModel
-from skyrl_train.models.weight_files import modules_in_float32
+from skyrl_train.models.weight_files import find_float32_modules
 from skyrl_train.training_backends.fsdp2.sharding import shard_model
 from skyrl_train_testing.architectures import ARCHITECTURES
 
@@ -96,7 +96,7 @@ def test_routers_that_transformers_keeps_in_float32_stay_so(tmp_path: Path, grou
     config = hf.Ernie4_5_MoeConfig(**sizes, **experts, vocab_size=99, initializer_range=0.2)
     hf.Ernie4_5_MoeForCausalLM(config).save_pretrained(tmp_path)
     rounded = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert len(modules_in_float32(rounded, torch.bfloat16)) == 2
+    assert len(find_float32_modules(rounded, torch.bfloat16)) == 2
     ids, mask = rows_and_mask()
     expected = ScoringModel(rounded)(ids, mask, 32, 1.0).log_probs.float()
     assert torch.equal(sharded_log_probs(str(tmp_path), bf16=True), expected)

@@ -8,7 +8,7 @@ import torch
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.models.experts import RouterStatistics, auxiliary_loss
+from skyrl_train.models.experts import RouterStatistics, compute_auxiliary_loss
 from skyrl_train.training_backends.base import ParallelInfo, Scores, merge_metric_sums, without_weight
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.workers.objectives.critic import CriticObjective
@@ -101,8 +101,8 @@ def test_critic_loss_is_half_the_squared_error():
 def test_router_statistics_of_one_rank_are_the_whole_and_none_of_dummy_rows():
     """Two experts, one layer, 4 tokens, all sent to the first with probability 0.75: 2 x (1 x 0.75) = 1.5."""
     own = RouterStatistics(torch.tensor([[4.0, 0.0]]), torch.tensor([[3.0, 1.0]]), 4)
-    whole = sum_over_ranks(own + own.zeros(), ParallelInfo())
-    assert (auxiliary_loss(whole), whole.num_tokens) == (pytest.approx(1.5), 4)
+    whole = sum_over_ranks(own + own.build_zeros(), ParallelInfo())
+    assert (compute_auxiliary_loss(whole), whole.num_tokens) == (pytest.approx(1.5), 4)
 
 
 def test_data_parallel_ranks_are_groups_of_consecutive_ranks():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from skyrl_train.models.build import transformer_of
+from skyrl_train.models.build import get_transformer
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.training_backends.base import RankInfo, Step
 from skyrl_train.training_backends.checkpoint import StateFiles
@@ -121,7 +121,7 @@ class DeepSpeedBackend(TransformersBackend):
         is_first = self.parallel.rank == 0
         other, files = self.open_model(folder, check=False)
         free_gathered_parameters(self.engine)
-        names = {id(parameter): name for name, parameter in transformer_of(other).named_parameters()}
+        names = {id(parameter): name for name, parameter in get_transformer(other).named_parameters()}
         with closing(files) if files is not None else nullcontext():
             for parameter, new in zip(self.model.parameters(), other.parameters(), strict=True):
                 if files is not None and new.is_meta:

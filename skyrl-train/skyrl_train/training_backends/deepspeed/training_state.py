@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from skyrl_train.distributed.zero_parameter import whole_shape
-from skyrl_train.models.build import trained_parameters
+from skyrl_train.models.build import iter_trained_parameters
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.training_backends.checkpoint import StateFiles
@@ -24,7 +24,7 @@ def gather_training_state(
     engine: Engine, model: ScoringModel | ValueModel, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what `TrainingBackend.training_state` does. A collective."""
-    for name, parameter in trained_parameters(model):
+    for name, parameter in iter_trained_parameters(model):
         flat, part = flat_weights_of(engine, parameter), part_in_optimizer(engine, parameter)
         yield name, gather_from_parts(flat.detach(), part, parameter, device)
         # Every rank has stepped, or none has.
@@ -44,7 +44,7 @@ def load_training_state(engine: Engine, model: ScoringModel | ValueModel, files:
     free_gathered_parameters(engine)
     states = engine.basic_optimizer.state
     steps: dict[torch.Tensor, torch.Tensor] = {}
-    for name, parameter in trained_parameters(model):
+    for name, parameter in iter_trained_parameters(model):
         shape = whole_shape(parameter)
         write_parameter(engine, parameter, files.read(name, shape))
         flat, part = flat_weights_of(engine, parameter), part_in_optimizer(engine, parameter)

@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor
 from skyrl_train.config import FSDPConfig
 from skyrl_train.distributed.broadcast import broadcast_buffers
 from skyrl_train.distributed.sharded_tensor import copy_into, gather_full_tensor, rows_of
-from skyrl_train.models.build import transformer_of
+from skyrl_train.models.build import get_transformer
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.models.weight_files import (
     WeightFiles,
-    modules_in_float32,
-    name_in_files,
-    planned_dtypes,
-    transformer_blocks,
+    find_float32_modules,
+    get_name_in_files,
+    get_transformer_blocks,
+    plan_dtypes,
 )
 
 
@@ -37,10 +37,10 @@ def cast_frozen_parameters(model: ScoringModel | ValueModel, *, is_trained: bool
         model: before sharding; also on the meta device.
         is_trained: False for a model that is only evaluated, whose parameters all count as frozen.
     """
-    planned = planned_dtypes(transformer_of(model), torch.bfloat16)
-    for name, parameter in transformer_of(model).named_parameters():
+    planned = plan_dtypes(get_transformer(model), torch.bfloat16)
+    for name, parameter in get_transformer(model).named_parameters():
         if not (is_trained and parameter.requires_grad):
-            parameter.data = parameter.data.to(planned(name_in_files(name)) or torch.bfloat16)
+            parameter.data = parameter.data.to(planned(get_name_in_files(name)) or torch.bfloat16)
 
 
 def shard_model(
@@ -69,14 +69,14 @@ def shard_model(
         reshard_after_forward=config.reshard_after_forward,
     )
     # One precision for all parameters of a group: these are groups of their own, made before those around them.
-    in_float32 = modules_in_float32(transformer_of(model), torch.bfloat16) if bf16 else []
+    in_float32 = find_float32_modules(get_transformer(model), torch.bfloat16) if bf16 else []
     for module, cast_inside in reversed(in_float32):  # those inside first
         for cast in cast_inside:
             if not isinstance(cast, FSDPModule):
                 cast.register_forward_hook(_copy_of_view)  # before FSDP's own, which looks for gradients in the output
                 shard(cast, mp_policy=precision)
         shard(module, mp_policy=replace(precision, param_dtype=None))
-    for block in transformer_blocks(model):
+    for block in get_transformer_blocks(model):
         if not isinstance(block, FSDPModule):
             shard(block, mp_policy=precision)
     # Only what leaves the model is float32: between its layers that would meet weights in bfloat16.

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from skyrl_train.config.megatron import MegatronConfig, MegatronModelConfig
-from skyrl_train.models.build import transformer_of
+from skyrl_train.models.build import get_transformer
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.training_backends.base import (
     Gradient,
@@ -102,7 +102,7 @@ class MegatronBackend(TrainingBackend):
         """Build this rank's part, deal it the weights that rank 0 reads, and certify them."""
         torch.manual_seed(self.cfg.trainer.seed)
         model = build_whole(self.cfg, self.name, self._path, with_weights=False)
-        self._transformer = transformer_of(model)
+        self._transformer = get_transformer(model)
         config, layout = self._transformer.config, self.layout
         check_model_config(config, self.settings, f"trainer.{self.name}")
         self.config = transformer_config(

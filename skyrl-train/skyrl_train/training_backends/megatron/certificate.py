@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.build import transformer_of
+from skyrl_train.models.build import get_transformer
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.training_backends.megatron.loading import WholeModel, whole_weights
 from skyrl_train.training_batch import TrainingInputBatch
@@ -118,7 +118,7 @@ def trial(num_words: int) -> tuple[torch.Tensor, torch.Tensor, int]:
 def expected_scores(model: WholeModel) -> torch.Tensor:
     """Score the trial by a transformers model's own forward with attention written out, each row alone: [B, R], 0 at
     padding."""
-    transformer: Any = transformer_of(model)
+    transformer: Any = get_transformer(model)
     transformer.set_attn_implementation("eager")
     sequences, mask, num_response = trial(transformer.config.vocab_size)
     expected = torch.zeros(len(sequences), num_response)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.models.build import build_model, transformer_of
+from skyrl_train.models.build import build_model, get_transformer
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.scoring_check import check_scoring
 from skyrl_train.models.value_model import ValueModel
@@ -32,7 +32,7 @@ def build_whole(cfg: SkyRLConfig, name: ModelName, path: str, *, with_weights: b
 
 def whole_weights(model: WholeModel) -> dict[str, torch.Tensor]:
     """Return the weights of a model under the names of `gather_parameters`."""
-    weights: dict[str, torch.Tensor] = dict(transformer_of(model).named_parameters())
+    weights: dict[str, torch.Tensor] = dict(get_transformer(model).named_parameters())
     if isinstance(model, ValueModel):
         weights[f"{model.head_name}.weight"] = model.head.weight
     return weights

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from skyrl_train.expert_routes import no_route, route_dtype
-from skyrl_train.models.packing import Layout, packed
+from skyrl_train.models.packing import Layout, pack_rows
 from skyrl_train.models.routing_replay import RoutingPass
 from skyrl_train.training_backends.base import MetricSums, Objective, Scores
 from skyrl_train.training_backends.megatron.groups import slice_of_rank, stage_group
@@ -156,7 +156,7 @@ class Pipeline:
 
     def _lay_out(self, micro: TrainingInputBatch) -> Layout:
         """Lay the rows end to end, to a number of tokens that the tensor-parallel ranks divide."""
-        return packed(
+        return pack_rows(
             micro.tensor("sequences").to(self.device),
             micro.tensor("attention_mask").to(self.device),
             micro.metadata["response_length"],
@@ -170,7 +170,7 @@ class Pipeline:
             return None
         assert self.routers is not None, "a model without experts is refused before"
         self.routers.shape.check(routes)
-        return RoutingPass(slice_of_rank(layout.take(routes.to(self.device), no_route(routes.dtype))))
+        return RoutingPass(slice_of_rank(layout.gather_from_batch(routes.to(self.device), no_route(routes.dtype))))
 
     def run_stage(self, model: nn.Module, layout: Layout, routing: RoutingPass | None = None) -> torch.Tensor:
         """Compute the layers of this stage: hidden states [N, 1, H]."""
@@ -215,7 +215,7 @@ class Pipeline:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        states, labels = layout.scored(hidden.transpose(0, 1))
+        states, labels = layout.select_scored(hidden.transpose(0, 1))
         log_probs, entropy = token_log_probs(
             states,
             self.stage.output_weight(),
@@ -225,15 +225,15 @@ class Pipeline:
             chunk_size=self.chunk_size,
             with_entropy=with_entropy,
         )
-        return Scores(layout.place(log_probs), None if entropy is None else layout.place(entropy))
+        return Scores(layout.scatter_scored(log_probs), None if entropy is None else layout.scatter_scored(entropy))
 
     def _values(self, hidden: torch.Tensor, layout: Layout, head: nn.Linear) -> torch.Tensor:
         # Each rank computes all values, and the same loss: of the gradient of all states it keeps its own slice, where
         # a sum over ranks would count it once for each.
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        states, _ = layout.scored(hidden.transpose(0, 1))
-        return layout.place(states.float() @ head.weight[0].float())
+        states, _ = layout.select_scored(hidden.transpose(0, 1))
+        return layout.scatter_scored(states.float() @ head.weight[0].float())
 
 
 def from_last_stage(value: Any) -> Any:

@@ -73,7 +73,7 @@ class StageRouters:
     def _statistics(self, logits: torch.Tensor, place: int, routing: RoutingPass | None) -> RouterStatistics:
         assert self._real is not None
         probabilities = logits.float().flatten(0, -2).softmax(dim=-1)[self._real]
-        found, num_differing = self._zeros.zeros(), 0.0
+        found, num_differing = self._zeros.build_zeros(), 0.0
         if routing is None:
             chosen = probabilities.topk(self.shape.num_chosen, dim=-1).indices
         else:

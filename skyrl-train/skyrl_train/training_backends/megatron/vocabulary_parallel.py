@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from skyrl_train.models.cpu_linear import times_transposed
+from skyrl_train.models.cpu_linear import multiply_transposed
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,14 @@ class _VocabularyParallel(torch.autograd.Function):
             own, places = _own_labels(labels[chunk], settings.shard)
             grad.scatter_add_(1, places[:, None], torch.where(own[:, None], g, 0.0))
             grad = grad.div_(settings.temperature).to(weight.dtype)
-            grad_hidden[chunk] = times_transposed(grad, weight.t()).to(hidden.dtype)
-            grad_weight += times_transposed(grad.t(), hidden[chunk].to(weight.dtype).t())
+            grad_hidden[chunk] = multiply_transposed(grad, weight.t()).to(hidden.dtype)
+            grad_weight += multiply_transposed(grad.t(), hidden[chunk].to(weight.dtype).t())
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, settings: _ChunkSettings) -> torch.Tensor:
     """Return the logits of this rank's words over the temperature, [C, V] float32; -inf at padding."""
-    logits = times_transposed(hidden.to(weight.dtype), weight).float()
+    logits = multiply_transposed(hidden.to(weight.dtype), weight).float()
     if settings.temperature != 1.0:
         logits = logits.div_(settings.temperature)
     logits[:, settings.shard.count :] = -torch.inf
