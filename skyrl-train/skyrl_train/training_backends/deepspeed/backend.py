@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO divides optimizer state (stage 1), gradients (2) and parameters (3) over the ranks."""
+"""DeepSpeed: ZeRO shards optimizer state (stage 1), gradients (2) and parameters (3) over the ranks."""
 
 import logging
 from collections.abc import Iterator
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 class DeepSpeedBackend(TransformersBackend):
-    """A model in a DeepSpeed engine, with torch's AdamW. A model of stage 0 that only scores needs no engine."""
+    """Model in a DeepSpeed engine, with torch's AdamW. A model of stage 0 that only scores needs no engine."""
 
     engine: Engine = None
 
     @property
     def stage(self) -> int:
-        """Stage of ZeRO: 0 divides nothing, 3 everything."""
+        """Stage of ZeRO: 0 shards nothing, 3 everything."""
         return self.settings.deepspeed_config.zero_optimization.stage
 
     def join(self, info: RankInfo) -> None:
@@ -40,14 +40,14 @@ class DeepSpeedBackend(TransformersBackend):
         join_deepspeed(self.device, self.cfg.trainer.worker_timeout_seconds)
 
     def load_model(self) -> None:
-        """Load the model, give every rank its part, and make the engine."""
+        """Load the model, distribute it over the ranks, and create the engine."""
         torch.manual_seed(self.cfg.trainer.seed)
         if self.engine is not None:
             self.engine.destroy()
             self.engine = None
         is_first = self.parallel.rank == 0
         self.model, files = self.open_model(self.settings.model.path or "", check=True)
-        if not is_first:  # the values that a model begins with are drawn: dropout of adapters differs by rank
+        if not is_first:  # initial values have been drawn; dropout of adapters must differ by rank
             torch.manual_seed(self.cfg.trainer.seed + self.parallel.rank)
         settings = settings_of_model(self.cfg, self.name)
         rounded = self.cfg.trainer.bf16 and not self.settings.deepspeed_config.torch_autocast.enabled
@@ -69,7 +69,7 @@ class DeepSpeedBackend(TransformersBackend):
     def _make_engine(self, settings: JsonSection) -> None:
         optimizer = self._new_optimizer() if self.is_trained else None
         if self.stage == 3:
-            # The root computes with the weight of its output layer, which is a module's that it does not call.
+            # The root uses the weight of its output layer, which belongs to a module that it does not call.
             head = (
                 self.model.causal_lm.get_output_embeddings()
                 if isinstance(self.model, ScoringModel)
@@ -86,7 +86,7 @@ class DeepSpeedBackend(TransformersBackend):
     def _new_optimizer(self) -> torch.optim.AdamW:
         settings = self.trained_settings
         config, offload = settings.optimizer_config, settings.deepspeed_config.zero_optimization.offload_optimizer
-        # One kernel for a whole flat tensor. On a CPU with no GPU beside it, the same operations as under FSDP2.
+        # One kernel for a whole flat tensor. On a CPU without a GPU, the same operations as under FSDP2.
         fused = self.device.type == "cuda" or offload.device == "cpu"
         if self.stage == 0:
             optimizer = new_adamw(self.model.parameters(), config, ReplicatedAdamW, fused=fused)

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON from the settings of a run. Imports neither torch nor DeepSpeed."""
+"""DeepSpeed's JSON built from the settings of a run. Imports neither torch nor DeepSpeed."""
 
 import math
 from dataclasses import fields
@@ -15,13 +15,13 @@ from skyrl_train.config.deepspeed import (
 JsonSection = dict[str, Any]
 
 TRACE_CACHE = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
-"""Settings by which stage 3 acts on the order of modules that it saw in earlier forwards."""
+"""Settings with which stage 3 relies on the module order of earlier forwards."""
 
 
 def training_settings(
     config: DeepSpeedTrainConfig, *, micro_batch_size: int, max_norm: float, bf16: bool
 ) -> JsonSection:
-    """Make DeepSpeed's settings for a model that learns.
+    """Build DeepSpeed's settings for a trained model.
 
     Args:
         micro_batch_size: rows of one forward and backward; DeepSpeed only counts samples with it.
@@ -33,18 +33,18 @@ def training_settings(
     section: JsonSection = {name: _number(getattr(zero, name)) for name in names if getattr(zero, name) != "auto"}
     section |= _offload("offload_param", zero.offload_param) | _offload("offload_optimizer", zero.offload_optimizer)
     if zero.stage in (1, 2):
-        # Overlapped reduction of stage 1 knows no steps of several backwards.
+        # Overlapped reduction of stage 1 does not support steps of several backwards.
         section["overlap_comm"] = False
     if config.disable_trace_cache:
         section |= dict.fromkeys(TRACE_CACHE, 0)
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
-        # The number of backwards in a step differs from step to step: `step()` is what ends it, not a count.
+        # The number of backwards differs between steps: a step is ended by `step()`, not by a count.
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "steps_per_print": 100,
         "zero_optimization": section,
-        # The optimizer is torch's, also where its state is in host memory: DeepSpeed's own would have to be compiled.
+        # The optimizer is torch's, even if its state is in host memory: DeepSpeed's would have to be compiled.
         "zero_force_ds_cpu_optimizer": False,
         # Stage 0 clips in its optimizer (`replicated_optimizer.py`), which returns the norm; DeepSpeed drops it.
         "gradient_clipping": 0.0 if math.isinf(max_norm) or zero.stage == 0 else max_norm,
@@ -55,7 +55,7 @@ def training_settings(
 
 
 def scoring_settings(config: DeepSpeedEvalConfig, *, micro_batch_size: int, bf16: bool) -> JsonSection:
-    """Make DeepSpeed's settings for a model of stage 3 that only scores."""
+    """Build DeepSpeed's settings for a model of stage 3 that only scores."""
     zero = config.zero_optimization
     section: JsonSection = {"stage": zero.stage, **_offload("offload_param", zero.offload_param)}
     if zero.stage3_param_persistence_threshold != "auto":
@@ -70,7 +70,7 @@ def scoring_settings(config: DeepSpeedEvalConfig, *, micro_batch_size: int, bf16
 
 
 def settings_of_model(cfg: SkyRLConfig, name: str) -> JsonSection:
-    """Make DeepSpeed's settings for the model `trainer.<name>`."""
+    """Build DeepSpeed's settings for the model `trainer.<name>`."""
     trainer = cfg.trainer
     if name == "ref":
         rows = trainer.micro_forward_batch_size_per_gpu
@@ -89,7 +89,7 @@ def _precision(autocast: DeepSpeedAutocastConfig, grad_accum_dtype: str | None, 
         return {}
     if autocast.enabled:
         return {"torch_autocast": {"enabled": True, "dtype": autocast.dtype}}
-    # Without the check, a bfloat16 gradient that is not finite would be stepped on.
+    # Without the check, a non-finite bfloat16 gradient would be stepped on.
     section: JsonSection = {"bf16": {"enabled": True, "check_grad_overflow": True}}
     if grad_accum_dtype is not None:
         section["data_types"] = {"grad_accum_dtype": grad_accum_dtype}
@@ -103,5 +103,5 @@ def _offload(name: str, offload: DeepSpeedOffloadConfig) -> JsonSection:
 
 
 def _number(value: object) -> object:
-    """Return a number of elements as an int: YAML reads 1e4 as a float, which DeepSpeed refuses."""
+    """Convert a number of elements to an int: YAML reads 1e4 as a float, which DeepSpeed rejects."""
     return int(value) if isinstance(value, float) else value

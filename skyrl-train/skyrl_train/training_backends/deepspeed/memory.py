@@ -1,6 +1,6 @@
-"""Memory of a DeepSpeed engine: what lies where, and its way to host memory and back.
+"""Memory of a DeepSpeed engine: report by device, offload to host memory and onload.
 
-Models that take turns on a GPU leave it between their phases.
+Models that time-share a GPU leave it between their phases.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,9 @@ _OF_ENGINE = {
 
 
 def memory_report(engine: Engine, model: nn.Module, stage: int) -> str:
-    """Return a table of the bytes of this rank by kind and device. Gradients and moments count before there are any."""
+    """Return a table of the bytes of this rank by kind and device. Gradients and moments count even before they
+    exist.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad] if learns(engine) else []
     world_size = 1 if engine is None else engine.world_size
     sizes: dict[tuple[str, str], int] = {}
@@ -85,7 +87,7 @@ def onload_model(engine: Engine, model: nn.Module, device: torch.device) -> None
 
 
 def _move_rest(model: nn.Module, device: torch.device) -> None:
-    """Move parameters that the engine does not: without an optimizer none of them, frozen ones of stages 1 and 2."""
+    """Move parameters that the engine does not move: all without an optimizer, frozen ones of stages 1 and 2."""
     for parameter in model.parameters():
         held = held_by_rank(parameter)
         held.data = held.data.to(device)
@@ -103,6 +105,6 @@ def _stage(engine: Engine) -> int:
 
 
 def _offloads_parameters(engine: Engine) -> bool:
-    """Return whether parameters rest in host memory anyway."""
+    """Return whether parameters are kept in host memory anyway."""
     offload = None if engine is None else engine.zero_offload_param()
     return offload is not None and offload.device != OffloadDeviceEnum.none

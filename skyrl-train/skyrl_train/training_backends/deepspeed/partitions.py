@@ -1,8 +1,8 @@
-"""Parts of parameters that ranks hold: of the parameter itself (stage 3), and in the flat float32 tensors of its
+"""Shards of parameters held by ranks: of the parameter itself (stage 3), and in the flat float32 tensors of its
 optimizer (stages 1 to 3).
 
 Stage 0 has neither: its optimizer steps on the parameters. All flat tensors of a rank have the same layout as their
-moments, so one place serves a weight and its moments.
+moments, so an index is valid for a weight and its moments.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ Engine: TypeAlias = Any
 """DeepSpeed's engine, which has no types."""
 
 ZeroInit: TypeAlias = Any
-"""Object of DeepSpeed that divides parameters over the ranks."""
+"""DeepSpeed object that shards parameters over the ranks."""
 
 ZeroParameter: TypeAlias = Any
-"""Parameter with the attributes that DeepSpeed gives it."""
+"""Parameter with DeepSpeed's attributes."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Part:
     """Part of a parameter in a flat tensor of this rank."""
 
     start: int
-    """First number in the flat tensor."""
+    """First element in the flat tensor."""
 
     offset: int
-    """First number in the whole parameter, flattened."""
+    """First element in the whole parameter, flattened."""
 
     size: int
 
@@ -47,8 +47,8 @@ class Part:
 
 
 def flat_weights_of(engine: Engine, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the float32 tensor that the optimizer steps on in place of a trained parameter: on every rank one, which
-    may hold nothing of it. Stage 0 steps on the parameter."""
+    """Return the float32 tensor of this rank that the optimizer updates for a trained parameter; it may contain no part
+    of it. Stage 0 updates the parameter itself."""
     if is_zero_parameter(parameter):
         optimizer = engine.optimizer
         return optimizer.fp32_partitioned_groups_flat[optimizer.grad_position[optimizer.get_param_id(parameter)][0]]
@@ -59,7 +59,7 @@ def flat_weights_of(engine: Engine, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def part_in_optimizer(engine: Engine, parameter: torch.Tensor) -> Part | None:
-    """Return the place of a trained parameter in the flat tensors of this rank; None if it has no part of it."""
+    """Return the location of a trained parameter in the flat tensors of this rank; None if it has no part of it."""
     if is_zero_parameter(parameter):
         optimizer = engine.optimizer
         _, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -69,7 +69,7 @@ def part_in_optimizer(engine: Engine, parameter: torch.Tensor) -> Part | None:
         return Part(0, 0, parameter.numel())
     mapping, optimizer = parameter._hp_mapping, engine.optimizer  # type: ignore[attr-defined]
     if hasattr(optimizer, "round_robin_bit16_offsets"):
-        # `_hp_mapping` has the order of the model, also where `round_robin_gradients` lays parameters in another one.
+        # `_hp_mapping` has the order of the model, even if `round_robin_gradients` stores parameters in another order.
         index = optimizer.round_robin_bit16_indices[0][parameter.param_idx_in_group]  # type: ignore[attr-defined]
         return _overlap(optimizer.round_robin_bit16_offsets[0][index], parameter.numel(), engine)
     if mapping is None:
@@ -78,7 +78,9 @@ def part_in_optimizer(engine: Engine, parameter: torch.Tensor) -> Part | None:
 
 
 def _overlap(first: int, size: int, engine: Engine) -> Part | None:
-    """Return the part of a parameter of `size` numbers, from `first` of those that all ranks divide, in this rank's."""
+    """Return the overlap of a parameter of `size` elements, starting at `first` of all sharded elements, with this
+    rank's shard.
+    """
     own_size = engine.basic_optimizer.param_groups[0]["params"][0].numel()
     own_first = engine.global_rank * own_size
     start, end = max(first, own_first), min(first + size, own_first + own_size)
@@ -86,12 +88,12 @@ def _overlap(first: int, size: int, engine: Engine) -> Part | None:
 
 
 def held_by_rank(parameter: ZeroParameter) -> torch.Tensor:
-    """Return the tensor in which this rank holds its part of a parameter, or all of it."""
+    """Return the tensor that holds this rank's shard of a parameter, or all of it."""
     return parameter.ds_tensor if is_zero_parameter(parameter) else parameter
 
 
 def part_of_zero_parameter(parameter: ZeroParameter) -> Part:
-    """Return the part of a parameter of stage 3 in this rank's `ds_tensor`, without the padding at its end."""
+    """Return the part of a stage-3 parameter in this rank's `ds_tensor`, without the padding at its end."""
     size = parameter.ds_tensor.numel()
     offset = min(parameter.ds_numel, parameter.ds_zero_partition_rank * size)
     return Part(0, offset, min(size, parameter.ds_numel - offset))
@@ -100,24 +102,24 @@ def part_of_zero_parameter(parameter: ZeroParameter) -> Part:
 def gather_from_parts(
     flat: torch.Tensor, part: Part | None, parameter: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """Return a parameter's whole from the parts that ranks hold in flat tensors, on the device. A collective."""
+    """Gather a parameter from the parts in the ranks' flat tensors, on the device. A collective."""
     whole = torch.zeros(whole_shape(parameter), dtype=flat.dtype, device=device)
     if part is not None:
         part.of_whole(whole).copy_(part.of(flat))
     if is_zero_parameter(parameter) or hasattr(parameter, "_hp_mapping"):
-        # Parts do not overlap: each number is a sum of itself and zeros, exact in any order.
+        # Parts do not overlap: each element is a sum of itself and zeros, exact in any order.
         dist.all_reduce(whole)
     return whole
 
 
 def learns(engine: Engine) -> bool:
-    """Return whether there is an engine, and it has an optimizer."""
+    """Return whether the engine exists and has an optimizer."""
     return getattr(engine, "basic_optimizer", None) is not None
 
 
 @torch.no_grad()
 def write_parameter(engine: Engine, parameter: ZeroParameter, whole: torch.Tensor) -> None:
-    """Write a whole parameter that every rank holds into what this rank has of it, without communication.
+    """Write a whole parameter, available on every rank, into this rank's shard, without communication.
 
     Args:
         engine: None for a model without one.
@@ -134,10 +136,10 @@ def write_parameter(engine: Engine, parameter: ZeroParameter, whole: torch.Tenso
 
 
 def free_gathered_parameters(engine: Engine) -> None:
-    """Free what stage 3 holds whole, so that the next forward gathers parameters anew."""
+    """Free parameters that stage 3 holds gathered, so that the next forward gathers them again."""
     if engine is None or engine.zero_optimization_stage() < 3:
         return
     for parameter in engine.module.parameters():
-        # A forward without a backward leaves its modules among the users of a parameter. None computes now.
+        # A forward without a backward stays registered as user of a parameter. No module is computing now.
         parameter.ds_active_sub_modules.clear()
     engine.empty_partition_cache()

@@ -1,4 +1,4 @@
-"""Weights and AdamW's moments of a DeepSpeed engine, whole in checkpoints and divided over ranks in memory."""
+"""Weights and AdamW moments of a DeepSpeed engine: gathered in checkpoints, sharded in memory."""
 
 from collections.abc import Iterator
 
@@ -23,11 +23,11 @@ from skyrl_train.training_backends.deepspeed.partitions import (
 def gather_training_state(
     engine: Engine, model: ScoringModel | ValueModel, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what `TrainingBackend.training_state` does. A collective."""
+    """Implement `TrainingBackend.training_state`. A collective."""
     for name, parameter in iter_trained_parameters(model):
         flat, part = flat_weights_of(engine, parameter), part_in_optimizer(engine, parameter)
         yield name, gather_from_parts(flat.detach(), part, parameter, device)
-        # Every rank has stepped, or none has.
+        # Either all ranks have stepped, or none.
         if state := engine.basic_optimizer.state.get(flat):
             for moment in MOMENTS:
                 yield f"{name}/{moment}", gather_from_parts(state[moment], part, parameter, device)
@@ -36,10 +36,10 @@ def gather_training_state(
 
 @torch.no_grad()
 def load_training_state(engine: Engine, model: ScoringModel | ValueModel, files: StateFiles) -> None:
-    """Replace weights and moments by those of a checkpoint, of which each rank takes its part.
+    """Load weights and moments of a checkpoint, of which each rank takes its shard.
 
-    A flat tensor counts one number of steps: the largest of its parameters. (Under FSDP2 a parameter without a gradient
-    in its first steps counts fewer.)
+    A flat tensor has a single step count: the largest of its parameters. (Under FSDP2 a parameter without a gradient in
+    its first steps counts fewer.)
     """
     free_gathered_parameters(engine)
     states = engine.basic_optimizer.state
@@ -64,5 +64,5 @@ def load_training_state(engine: Engine, model: ScoringModel | ValueModel, files:
 
 
 def _new_state(optimizer: torch.optim.Optimizer, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    place = flat.device if optimizer.defaults["fused"] else "cpu"  # where torch's AdamW wants it
+    place = flat.device if optimizer.defaults["fused"] else "cpu"  # where torch's AdamW needs it
     return {"step": torch.zeros((), device=place), **{moment: torch.zeros_like(flat) for moment in MOMENTS}}

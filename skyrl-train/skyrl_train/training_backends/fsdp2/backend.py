@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state of every block are divided over the ranks (`fully_shard`)."""
+"""FSDP2: parameters, gradients and optimizer state of every block are sharded over the ranks (`fully_shard`)."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -32,10 +32,10 @@ class FSDP2Backend(TransformersBackend):
     optimizer: torch.optim.Optimizer
 
     def load_model(self) -> None:
-        """Load the model and divide it over the ranks."""
+        """Load the model and shard it over the ranks."""
         torch.manual_seed(self.cfg.trainer.seed)
         model, files = self.open_model(self.settings.model.path or "", check=True)
-        if self.parallel.rank:  # the values that a model begins with are drawn: dropout of adapters differs by rank
+        if self.parallel.rank:  # initial values have been drawn; dropout of adapters must differ by rank
             torch.manual_seed(self.cfg.trainer.seed + self.parallel.rank)
         if self.cfg.trainer.bf16 and self._init_method_from_weights is None:
             cast_frozen_parameters(model, is_trained=self.is_trained)
@@ -50,7 +50,7 @@ class FSDP2Backend(TransformersBackend):
             self.begin_optimizer()
 
     def begin_optimizer(self) -> None:
-        """Make a new optimizer and learning-rate schedule."""
+        """Create an optimizer and learning-rate schedule."""
         self.optimizer = new_adamw(self.model.parameters(), self.trained_settings.optimizer_config)
         self.begin_schedule()
 
@@ -58,7 +58,7 @@ class FSDP2Backend(TransformersBackend):
 
     def backward(self, loss: torch.Tensor) -> None:
         # Ranks hold disjoint parts of one weighted sum, and FSDP averages gradients over ranks. (Ranks of one replica
-        # compute the same loss, of which each gets the gradient that came through its own tokens.)
+        # compute the same loss, and each gets the gradient through its own tokens.)
         (loss * self.parallel.world_size).backward()
 
     def optimizer_step(self) -> Step:
@@ -100,9 +100,9 @@ class FSDP2Backend(TransformersBackend):
 
     @contextmanager
     def _divided_afterwards(self) -> Iterator[None]:
-        """Give the modules their parts again after a pass. With `reshard_after_forward=false` it leaves them with the
-        whole parameters that it computed with, in bfloat16 under mixed precision; what reads parameters then
-        (checkpoints, exports, weight sync) expects the float32 masters."""
+        """Reshard the modules after a pass. With `reshard_after_forward=false` a pass leaves the unsharded parameters,
+        in bfloat16 under mixed precision, but readers of parameters (checkpoints, exports, weight sync) expect the
+        float32 masters."""
         try:
             yield
         finally:
@@ -115,14 +115,14 @@ class FSDP2Backend(TransformersBackend):
         self._fill(files, self._values(other, files))
 
     def _values(self, model: nn.Module, files: WeightFiles | None) -> dict[str, torch.Tensor]:
-        """Return the values that do not come from files, before the model is sharded. Without files: all, of rank 0,
-        which keeps its copy in float32 while it is scattered."""
+        """Return the values that are not in files, before the model is sharded. Without files: all values of rank 0,
+        which keeps its float32 copy while it is scattered."""
         if files is not None:
             return values_beside_files(model)
         return model.state_dict() if self.parallel.rank == 0 else {}
 
     def _fill(self, files: WeightFiles | None, values: dict[str, torch.Tensor]) -> None:
-        """Give the model the weights of files, or of a state dict of rank 0. A collective."""
+        """Load weights into the model from files, or from a state dict of rank 0. A collective."""
         if files is None:
             load_whole_state(self.model, values, self.settings.fsdp_config, self.device)
             return

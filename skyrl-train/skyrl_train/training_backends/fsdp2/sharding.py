@@ -30,8 +30,9 @@ from skyrl_train.models.weight_files import (
 
 
 def cast_frozen_parameters(model: ScoringModel | ValueModel, *, is_trained: bool) -> None:
-    """Cast what no optimizer changes to bfloat16, in place, but for what transformers keeps in float32 then: half the
-    memory of a reference model, or of a base under adapters. Mixed precision computes with these values anyway.
+    """Cast parameters that no optimizer changes to bfloat16, in place, except for those that transformers then keeps in
+    float32: half the memory of a reference model, or of a base model under adapters. Mixed precision computes with
+    these values anyway.
 
     Args:
         model: before sharding; also on the meta device.
@@ -47,7 +48,7 @@ def shard_model(
     model: ScoringModel | ValueModel, mesh: DeviceMesh, config: FSDPConfig, *, bf16: bool
 ) -> ScoringModel | ValueModel:
     """Shard each transformer block and then the rest, in place. Trained parameters stay float32 masters; with `bf16`
-    they are cast for forward and backward, but for those that transformers keeps in float32 then, and gradients are
+    they are cast for forward and backward, except for those that transformers then keeps in float32, and gradients are
     reduced in float32.
 
     Args:
@@ -55,9 +56,10 @@ def shard_model(
             ranks) on the meta device, for `load_from_files` or `load_whole_state`.
 
     Raises:
-        ConfigError: with `bf16`, a parameter that stays float32 cannot be in a group without others that are cast.
+        ConfigError: with `bf16`, a parameter that stays float32 cannot be grouped separately from parameters that are
+            cast.
     """
-    # Inputs of blocks come from weights in bfloat16 already; some models hand on rotary angles in float32.
+    # Inputs of blocks come from bfloat16 weights already; some models pass rotary angles in float32.
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -68,42 +70,42 @@ def shard_model(
         offload_policy=offload,
         reshard_after_forward=config.reshard_after_forward,
     )
-    # One precision for all parameters of a group: these are groups of their own, made before those around them.
+    # Parameters of a group need one precision: these modules are separate groups, created before the surrounding ones.
     in_float32 = find_float32_modules(get_transformer(model), torch.bfloat16) if bf16 else []
-    for module, cast_inside in reversed(in_float32):  # those inside first
+    for module, cast_inside in reversed(in_float32):  # inner modules first
         for cast in cast_inside:
             if not isinstance(cast, FSDPModule):
-                cast.register_forward_hook(_copy_of_view)  # before FSDP's own, which looks for gradients in the output
+                cast.register_forward_hook(_copy_of_view)  # before FSDP's hook, which looks for gradients in the output
                 shard(cast, mp_policy=precision)
         shard(module, mp_policy=replace(precision, param_dtype=None))
     for block in get_transformer_blocks(model):
         if not isinstance(block, FSDPModule):
             shard(block, mp_policy=precision)
-    # Only what leaves the model is float32: between its layers that would meet weights in bfloat16.
+    # Only model outputs are float32: between its layers that would be combined with bfloat16 weights.
     shard(model, mp_policy=replace(precision, output_dtype=torch.float32))
     return model
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the whole copies of parameters, and give the modules their parts again."""
+    """Free unsharded copies of parameters, and restore the shards in the modules."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _copy_of_view(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Return the output, or a copy of a view, as of a linear layer with bias: FSDP2 loses gradients of a view if it is
-    changed in place."""
+    """Return the output, or a copy if it is a view (such as of a linear layer with bias): FSDP2 loses gradients of a
+    view that is changed in place."""
     return output.clone() if isinstance(output, torch.Tensor) and output._base is not None else output
 
 
 def load_whole_state(model: nn.Module, whole: dict[str, Any], config: FSDPConfig, device: torch.device) -> None:
-    """Scatter a model that rank 0 holds whole to all ranks, parameter by parameter. A collective.
+    """Scatter an unsharded model of rank 0 to all ranks, parameter by parameter. A collective.
 
     Args:
         model: sharded; on ranks other than 0 it may still be on the meta device.
-        whole: the model's state dict on rank 0; what other ranks give is not looked at.
-        device: what the model computes on.
+        whole: the model's state dict on rank 0; ignored on other ranks.
+        device: device of the computation.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device="cpu" if config.cpu_offload else device)
@@ -113,8 +115,8 @@ def load_whole_state(model: nn.Module, whole: dict[str, Any], config: FSDPConfig
 
 
 def values_beside_files(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return by name what is not on the meta device, for `load_from_files`: buffers, adapters, a critic's head. Before
-    sharding."""
+    """Return by name all values not on the meta device, for `load_from_files`: buffers, adapters, a critic's head.
+    Before sharding."""
     named = chain(model.named_parameters(), model.named_buffers())
     return {name: tensor.detach() for name, tensor in named if not tensor.is_meta}
 
@@ -128,20 +130,20 @@ def load_from_files(
     config: FSDPConfig,
     device: torch.device,
 ) -> None:
-    """Read this rank's part of each parameter from files. A collective, for what is in no file.
+    """Read this rank's shard of each parameter from files. A collective, because values without files are broadcast.
 
     Args:
         model: sharded; it may still be on the meta device.
-        transformer: the model inside that the files are of.
-        values: of `values_beside_files`: those of rank 0 are taken.
-        device: what the model computes on.
+        transformer: the inner model that the files belong to.
+        values: from `get_non_file_values`; values of rank 0 are used.
+        device: device of the computation.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device="cpu" if config.cpu_offload else device)
     names = {id(parameter): name for name, parameter in transformer.named_parameters()}
     for name, parameter in model.named_parameters():
         if name in values:
-            whole = values[name].to(device, copy=True)  # one of a CPU may be the shard itself
+            whole = values[name].to(device, copy=True)  # on a CPU it may be the shard itself
             dist.broadcast(whole, src=0)
             copy_into(parameter, whole)
         else:

@@ -48,13 +48,13 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronBackend(TrainingBackend):
-    """A model whose layers, words and experts are divided over ranks, with megatron-core's distributed optimizer."""
+    """Model whose layers, vocabulary and experts are sharded over ranks, with megatron-core's distributed optimizer."""
 
     stage: HiddenStatesModel
     """Layers of this rank's pipeline stage."""
 
     optimizer: StageOptimizer
-    """Gradients and AdamW of a model that is trained."""
+    """Gradients and AdamW of a trained model."""
 
     @property
     def megatron(self) -> MegatronModelConfig:
@@ -63,14 +63,14 @@ class MegatronBackend(TrainingBackend):
 
     @property
     def trained_megatron(self) -> MegatronConfig:
-        """The section of a model that is trained."""
+        """The section of a trained model."""
         settings = self.megatron
         assert isinstance(settings, MegatronConfig), "the reference model is never trained"
         return settings
 
     @property
     def layout(self) -> ParallelSizes:
-        """Division of the model."""
+        """Parallel layout of the model."""
         return layout_of(self.megatron)
 
     def join(self, info: RankInfo) -> None:
@@ -82,8 +82,8 @@ class MegatronBackend(TrainingBackend):
 
             cpu_stand_in.install()
         else:
-            # Kernels of communication start in the order in which they are issued, which overlaps with tensor
-            # parallelism rely on. Read when the device is first used.
+            # Communication kernels start in the order in which they are issued, as overlap with tensor parallelism
+            # requires. Read when the device is first used.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         # Workers of a replica are consecutive; megatron-core numbers ranks in another order. Rank 0 is the same.
         group_rank = layout.group_rank(info.rank, info.world_size)
@@ -99,7 +99,7 @@ class MegatronBackend(TrainingBackend):
     # ---- loading
 
     def load_model(self) -> None:
-        """Build this rank's part, deal it the weights that rank 0 reads, and certify them."""
+        """Build this rank's part, distribute the weights read by rank 0, and verify them."""
         torch.manual_seed(self.cfg.trainer.seed)
         model = build_whole(self.cfg, self.name, self._path, with_weights=False)
         self._transformer = get_transformer(model)
@@ -145,7 +145,7 @@ class MegatronBackend(TrainingBackend):
         return self.settings.model.path or ""
 
     def _make_pipeline(self, config: Any) -> Pipeline:
-        """Make what runs micro-batches. Args: `config`, of the transformers model."""
+        """Build the pipeline that runs micro-batches. Args: `config`, of the transformers model."""
         layers, routers = sorted(sparse_layers(config)), None
         if layers:
             first_layer, _ = stage_layers(self.config)
@@ -162,7 +162,9 @@ class MegatronBackend(TrainingBackend):
         )
 
     def _load_weights(self, path: str) -> None:
-        """Deal the weights of a model to all ranks, from rank 0 which reads them, and certify them. A collective."""
+        """Distribute the weights of a model from rank 0, which reads them, to all ranks, and verify them. A
+        collective.
+        """
         whole = build_whole(self.cfg, self.name, path, with_weights=True) if self.parallel.rank == 0 else None
         weights = None if whole is None else whole_weights(whole)
         self.weights.deal(from_first_rank(weights, self.weights.shapes, self.device), self._write)
@@ -186,7 +188,7 @@ class MegatronBackend(TrainingBackend):
             parameter.copy_(part)
 
     def _as_on_a_gpu(self) -> AbstractContextManager[None]:
-        """Let megatron-core take tensors of a CPU for those of a GPU while it builds model and optimizer."""
+        """Make megatron-core treat CPU tensors as GPU tensors while it builds model and optimizer."""
         if self.device.type != "cpu":
             return nullcontext()
         from skyrl_train.training_backends.megatron import cpu_stand_in
@@ -201,7 +203,7 @@ class MegatronBackend(TrainingBackend):
 
     @property
     def _temperature(self) -> float:
-        """The policy's, whichever model this is."""
+        """Sampling temperature of the policy, for all models."""
         return self.cfg.generator.sampling_params.temperature
 
     def score_each(
@@ -218,7 +220,7 @@ class MegatronBackend(TrainingBackend):
             micro = batch.rows(torch.tensor(each.rows))
             parts.append((without_weight(micro), False) if each.is_dummy else (micro, True))
         found = self.pipeline.forward_backward(parts, self._temperature, objective, self.parallel.data_parallel_size)
-        # Only the last stage has scores; the others get them from it, since any rank of a replica may be asked.
+        # Only the last stage has scores; it sends them to the others, since any rank of a replica may be asked.
         scores = [(each.scores.output.cpu(), each.scores.entropy) for each in found]
         sums, scored = from_last_stage((merge_metric_sums(each.sums for each in found), scores))
         outputs = torch.zeros(len(batch), batch.metadata["response_length"])
@@ -239,8 +241,8 @@ class MegatronBackend(TrainingBackend):
         return self.pipeline.forward([micro], 1.0)[0].output
 
     def score(self, micro_batch: TrainingInputBatch, *, with_entropy: bool = False) -> Scores:
-        """Score a micro-batch of a model in one pipeline stage; several stages work by `forward` and
-        `forward_backward` alone."""
+        """Score a micro-batch of a model in one pipeline stage; several stages support only `forward` and
+        `forward_backward`."""
         if self.layout.pipeline > 1:
             raise RuntimeError("score() needs pipeline_model_parallel_size=1: use forward() or forward_backward()")
         return self.pipeline.score(micro_batch, self._temperature, with_entropy=with_entropy)
@@ -278,13 +280,13 @@ class MegatronBackend(TrainingBackend):
 
     def gather_parameters(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
         def of(parameter: nn.Parameter) -> torch.Tensor:
-            # The model computes with the float32 weights rounded to its dtype: no rank need be asked for these.
+            # The model computes with the float32 weights rounded to its dtype, so they need no communication.
             return parameter.detach() if parameter.dtype == dtype else self._whole_shard(parameter).to(dtype)
 
         return self.weights.gather(of, dtype=dtype)
 
     def _whole_shard(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return a weight of this rank in float32. A collective of its data-parallel ranks."""
+        """Gather a weight of this rank in float32. A collective of its data-parallel ranks."""
         if self.is_trained and parameter.requires_grad and parameter.dtype != torch.float32:
             return self.optimizer.shards.gather(parameter, "weight")
         return parameter.detach().float()

@@ -1,6 +1,6 @@
-"""Division of a model over ranks: sizes of the kinds of parallelism, positions of ranks, and the rules that sizes obey.
+"""Parallel layout of a model: sizes of each kind of parallelism, positions of ranks, and rules for the sizes.
 
-Imports neither torch nor megatron-core: layouts are refused before any process starts.
+Imports neither torch nor megatron-core: layouts are rejected before any process starts.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ class ParallelSizes:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
-    """Tensor parallelism inside of an expert."""
+    """Tensor parallelism within an expert."""
 
     @property
     def ranks_per_replica(self) -> int:
@@ -26,10 +26,10 @@ class ParallelSizes:
         return self.tensor * self.pipeline * self.context
 
     def group_rank(self, rank: int, world_size: int) -> int:
-        """Return the rank in the process group of a worker whose replica's ranks are consecutive.
+        """Return the process-group rank of a worker, given that workers of a replica are consecutive.
 
-        megatron-core numbers ranks with pipeline stages outermost, the only order in which experts may be divided in
-        another way than dense layers: rank = (stage x replicas + replica) x (tensor x context) + inner.
+        megatron-core numbers ranks with pipeline stages outermost, the only order in which experts may be sharded
+        differently from dense layers: rank = (stage x replicas + replica) x (tensor x context) + inner.
         """
         inner_size = self.tensor * self.context
         replica, place = divmod(rank, self.ranks_per_replica)
@@ -45,14 +45,14 @@ class ModelSizes:
     num_heads: int
     num_key_value_heads: int
     intermediate_size: int
-    """Rows of the dense feed-forward layers; 0: there are none."""
+    """Rows of the dense feed-forward layers; 0: none."""
 
     num_experts: int = 0
     expert_intermediate_size: int = 0
 
     @staticmethod
     def of(config: object) -> "ModelSizes":
-        """Read them from a transformers config."""
+        """Read the sizes from a transformers config."""
 
         def read(name: str) -> int:
             return int(getattr(config, name, None) or 0)
@@ -108,9 +108,9 @@ def check_model(layout: ParallelSizes, model: ModelSizes, section: str, *, even_
     """Check that a layout divides a model.
 
     Args:
-        even_stages: all pipeline stages have as many layers.
+        even_stages: all pipeline stages have equally many layers.
     """
-    # (setting, its size, what must be divisible, how that is called)
+    # (setting, its size, the number to divide, its description)
     rules: list[tuple[str, int, int, str]] = [
         ("tensor_model_parallel_size", layout.tensor, model.num_heads, "attention heads"),
         ("tensor_model_parallel_size", layout.tensor, model.num_key_value_heads, "key-value heads"),
@@ -147,7 +147,7 @@ def check_model(layout: ParallelSizes, model: ModelSizes, section: str, *, even_
 
 
 def padded_vocabulary(num_words: int, tensor: int) -> int:
-    """Return the rows of the embedding with padding, which tensor-parallel ranks divide evenly."""
+    """Return the number of embedding rows padded to a multiple of the tensor-parallel size."""
     return num_words + -num_words % tensor
 
 
@@ -160,13 +160,15 @@ def _divisors_near(number: int, size: int) -> list[int]:
 
 
 def _nearest_multiples(number: int, of: int) -> str:
-    """Return the multiples of `of` next to a number, in words."""
+    """Describe the multiples of `of` next to a number."""
     below = number // of * of
     return _listed([each for each in (below, below + of) if each])
 
 
 def _workers_left(world_size: int, layout: ParallelSizes) -> int:
-    """Return the workers that pipeline and context leave to tensor parallelism; all where they do not divide them."""
+    """Return the workers that pipeline and context parallelism leave to tensor parallelism; all if they do not divide
+    them.
+    """
     others = layout.pipeline * layout.context
     return world_size // others if world_size % others == 0 else world_size
 

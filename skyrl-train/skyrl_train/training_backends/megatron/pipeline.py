@@ -1,4 +1,5 @@
-"""Micro-batches through the pipeline stages of a model, forward and backward, by the schedules of megatron-core.
+"""Execution of micro-batches through the pipeline stages of a model, forward and backward, with megatron-core's
+schedules.
 
 Shapes: b rows, R response columns, n tokens of a micro-batch, H hidden size; N tokens of this rank under sequence
 parallelism.
@@ -32,7 +33,7 @@ from skyrl_train.training_backends.megatron.vocabulary_parallel import WordShard
 from skyrl_train.training_batch import TrainingInputBatch
 
 Part = tuple[TrainingInputBatch, bool]
-"""A micro-batch, and whether its tokens are counted by routers."""
+"""A micro-batch, and whether routers count its tokens."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class Pipeline:
 
     Args:
         model: this rank's stage, wrapped for the reduction of gradients if it is trained.
-        rotary: makes cosines and sines from positions, as in the transformers model.
-        words: words of this rank.
-        routers: listen to the routers of a mixture of experts; None: there are none.
+        rotary: computes cosines and sines from positions, as in the transformers model.
+        words: vocabulary shard of this rank.
+        routers: hooks on the routers of a mixture of experts, or None.
         chunk_size: tokens whose logits are in memory at the same time.
     """
 
@@ -109,14 +110,14 @@ class Pipeline:
         objective: Objective,
         num_replicas: int,
     ) -> list[Scored]:
-        """Add the gradient of micro-batches whose losses add up to this replica's part of the mini-batch's.
+        """Accumulate the gradient of micro-batches whose losses add up to this replica's part of the mini-batch loss.
 
         Args:
-            micro_batches: with the use of experts by those marked by True counted.
+            micro_batches: (micro-batch, whether to count its expert load) pairs.
             num_replicas: data-parallel ranks, over which gradients are averaged.
         """
-        # The schedule divides each loss by the number of micro-batches, the reduction by that of replicas, where the
-        # gradient of the mini-batch is a sum over both.
+        # The schedule divides each loss by the number of micro-batches, the reduction by the number of replicas, but
+        # the gradient of the mini-batch is a sum over both.
         factor = float(len(micro_batches) * num_replicas)
         step = partial(self._forward_step, temperature=temperature, objective=objective, factor=factor)
         return self._run(step, micro_batches, forward_only=False)
@@ -127,7 +128,7 @@ class Pipeline:
             data_iterator=iter(micro_batches),
             model=self.model,
             num_microbatches=len(micro_batches),
-            seq_length=self.config.tensor_model_parallel_size,  # stages announce the shapes of what they send
+            seq_length=self.config.tensor_model_parallel_size,  # stages announce the shapes of the tensors that they send
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -155,7 +156,7 @@ class Pipeline:
         )
 
     def _lay_out(self, micro: TrainingInputBatch) -> Layout:
-        """Lay the rows end to end, to a number of tokens that the tensor-parallel ranks divide."""
+        """Pack the rows, to a number of tokens that the tensor-parallel ranks divide."""
         return pack_rows(
             micro.tensor("sequences").to(self.device),
             micro.tensor("attention_mask").to(self.device),
@@ -164,7 +165,7 @@ class Pipeline:
         )
 
     def _replayed(self, micro: TrainingInputBatch, layout: Layout) -> RoutingPass | None:
-        """Return the routes of a micro-batch for this rank's tokens; None if it has none."""
+        """Return the replayed routes of a micro-batch for this rank's tokens, or None."""
         routes = micro.get("expert_routes")
         if routes is None:
             return None
@@ -189,7 +190,7 @@ class Pipeline:
         factor: float,
         non_loss_data: bool = False,
     ) -> Any:
-        """Score the hidden states of the last stage, and compute the loss where there is an objective."""
+        """Score the hidden states of the last stage, and compute the loss if there is an objective."""
         with_entropy = objective is not None and objective.needs_entropy
         scores = self.scores(hidden, layout, temperature, with_entropy=with_entropy)
         if objective is None or non_loss_data:
@@ -199,7 +200,7 @@ class Pipeline:
         return loss * factor, Scored(Scores(scores.output.detach(), entropy), sums)
 
     def score(self, micro: TrainingInputBatch, temperature: float, *, with_entropy: bool) -> Scores:
-        """Score a micro-batch where there is one stage; gradients flow where they are enabled."""
+        """Score a micro-batch if there is only one stage; gradients flow if enabled."""
         layout = self._lay_out(micro)
         self.stage.set_input_tensor(None)  # type: ignore[arg-type]
         hidden = self.run_stage(self.model, layout, self._replayed(micro, layout))
@@ -209,8 +210,8 @@ class Pipeline:
         """Compute log-probs or values of the response tokens, [b, R], from the hidden states of the last stage."""
         if self.stage.value_head is not None:
             return Scores(self._values(hidden, layout, self.stage.value_head))
-        # Each rank computes the logits of its own words from the states of all tokens: the gradients of these states,
-        # which come back as parts, are summed over ranks in the backward of either function.
+        # Each rank computes the logits of its vocabulary shard from the states of all tokens: partial gradients of
+        # these states are summed over ranks in the backward of either function.
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
@@ -228,8 +229,8 @@ class Pipeline:
         return Scores(layout.scatter_scored(log_probs), None if entropy is None else layout.scatter_scored(entropy))
 
     def _values(self, hidden: torch.Tensor, layout: Layout, head: nn.Linear) -> torch.Tensor:
-        # Each rank computes all values, and the same loss: of the gradient of all states it keeps its own slice, where
-        # a sum over ranks would count it once for each.
+        # Each rank computes all values and the same loss: it keeps its own slice of the gradient of all states, because
+        # a sum over ranks would count it once per rank.
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         states, _ = layout.select_scored(hidden.transpose(0, 1))

@@ -1,8 +1,8 @@
-"""Routers of a pipeline stage: their load statistics, as parts whose sum over all ranks is the model's, and the replay
-and recording of the experts that they choose.
+"""Routers of a pipeline stage: load statistics, as parts whose sum over all ranks is the model's, and replay and
+recording of the chosen experts.
 
-Shapes: L layers with a router (of all stages), E experts, k chosen of them for each token; N tokens of a micro-batch,
-n tokens of this rank (under sequence parallelism a slice of N).
+Shapes: L layers with a router (of all stages), E experts, k chosen of them for each token; N tokens of a micro-batch, n
+tokens of this rank (under sequence parallelism a slice of N).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from skyrl_train.training_backends.megatron.groups import slice_of_rank, stage_g
 
 
 class StageRouters:
-    """Routers of a stage: records their choices, or replaces them by those of a `RoutingPass`.
+    """Routers of a stage: records their choices, or replaces them by the choices of a `RoutingPass`.
 
     Args:
         stage: the layers; those without experts have no router.
@@ -35,8 +35,8 @@ class StageRouters:
     ):
         self.shape = RoutingShape(len(sparse_layers), num_chosen, num_experts)
         self._real: torch.Tensor | None = None
-        # The pass of the layer that runs now: that of the layer's own arguments, so that a backward that computes the
-        # layer again, when other micro-batches are under way, replays what its forward replayed.
+        # The pass of the current layer, taken from the layer's arguments, so that a backward that recomputes the layer,
+        # while other micro-batches are in progress, replays the same routes as its forward.
         self._routing: RoutingPass | None = None
         nothing = torch.zeros(len(sparse_layers), num_experts)
         self._zeros = RouterStatistics(nothing, nothing.clone(), 0)
@@ -62,7 +62,7 @@ class StageRouters:
             routing = self._routing
             with nullcontext() if routing is None else RouterChoice(routing, place, self.shape):
                 chosen = choose(logits, **options)
-            # The backward computes layers again, outside of `listen`: they must not be counted twice.
+            # The backward recomputes layers, outside of `collect`: they must not be counted twice.
             if self._real is not None:
                 self._total += self._statistics(logits.detach(), place, routing)
             return chosen
@@ -86,29 +86,29 @@ class StageRouters:
 
     @contextmanager
     def listen(self, real: torch.Tensor) -> Iterator[None]:
-        """Count the tokens of the forward inside.
+        """Count the tokens of the enclosed forward.
 
         Args:
-            real: [N] bool, 0 on filler.
+            real: [N] bool, 0 on padding.
         """
         self._real = slice_of_rank(real)
         try:
             yield
         finally:
-            # Every stage has seen the tokens: one counts them.
+            # Every stage has seen the tokens: only one counts them.
             if stage_group().rank() == 0:
                 self._total += replace(self._zeros, num_tokens=int(self._real.sum()))
             self._real = None
 
     def take(self) -> RouterStatistics:
-        """Return the sums since the last call."""
+        """Return the sums since the last call, and reset them."""
         total, self._total = self._total, self._zeros
         return total
 
 
 def gather_routes(passes: Sequence[RoutingPass]) -> list[torch.Tensor]:
     """Return the routes of each pass, [N, L, k] int64 on the CPU, on every rank of the replica. A collective."""
-    # Once for all micro-batches, after the schedule: in between, stages wait for each other's activations.
+    # Once for all micro-batches, after the schedule: during it, stages wait for each other's activations.
     own = [{layer: taken.cpu() for layer, taken in each.taken.items()} for each in passes]
     slices = _all_gather(own, tensor_group())
     of_stage = [

@@ -54,7 +54,7 @@ OWN_FIELDS: dict[str, str] = {
         )
     },
 }
-"""Field of megatron-core's configuration -> the setting that it follows."""
+"""Field of megatron-core's configuration -> the setting that controls it."""
 
 REFUSED_FIELDS: dict[str, str] = {
     "hidden_dropout": "log-probs of the same weights would differ from one forward to the next",
@@ -77,11 +77,11 @@ REFUSED_FIELDS: dict[str, str] = {
     "grad_scale_func": "gradients are not scaled in bfloat16 and float32",
     "no_sync_func": "gradients are reduced once per optimizer step",
 }
-"""Field of megatron-core's configuration -> why it may not be set."""
+"""Field of megatron-core's configuration -> reason why it must not be set."""
 
 
 def layout_of(settings: MegatronModelConfig) -> ParallelSizes:
-    """Return the division that `megatron_config` asks for."""
+    """Return the parallel layout in `megatron_config`."""
     tensor = settings.tensor_model_parallel_size
     expert_tensor = settings.expert_tensor_parallel_size
     return ParallelSizes(
@@ -97,7 +97,7 @@ def check_settings(config: SkyRLConfig) -> None:
     """Check the rules between settings of a run under `trainer.strategy=megatron`.
 
     Raises:
-        ConfigError: with the setting, the value, and the nearest that works.
+        ConfigError: with the setting, the value, and the nearest valid one.
     """
     trainer, placement = config.trainer, config.trainer.placement
     if not trainer.use_sample_packing or not trainer.flash_attn:
@@ -150,7 +150,7 @@ def _check_fields(given: Mapping[str, object], section: str) -> None:
 @cache
 def _field_names() -> frozenset[str]:
     """Read the fields of megatron-core's configuration from its source: importing it takes seconds, and torch."""
-    found = find_spec("megatron.core")  # imports `megatron` alone, which is a namespace and may have several folders
+    found = find_spec("megatron.core")  # imports `megatron` only, which is a namespace and may have several folders
     assert found is not None and found.submodule_search_locations, "checked before: the library is installed"
     [root] = found.submodule_search_locations
     names = set()
@@ -166,11 +166,11 @@ def _field_names() -> frozenset[str]:
 
 
 def check_model_config(config: object, model: Any, section: str) -> None:
-    """Check that a model can be held, and that a layout divides it.
+    """Check that a model is supported, and that a layout divides it.
 
     Args:
-        config: of the transformers model.
-        model: its section of the settings, `trainer.<name>`, which is called `section`.
+        config: config of the transformers model.
+        model: its section of the settings, `trainer.<name>`, whose name is `section`.
     """
     family_of(config)
     settings: MegatronModelConfig = model.megatron_config
@@ -185,7 +185,7 @@ def check_model_config(config: object, model: Any, section: str) -> None:
 
 
 def _check_replay(setting: str, config: Any, settings: MegatronModelConfig, section: str) -> None:
-    """Check that there are routers, and that a backward which computes activations again knows their routes."""
+    """Check that the model has routers, and that activation recomputation supports replay of their routes."""
     if not family_of(config).is_mixture:
         raise ConfigError(
             f"{setting} needs a mixture of experts, and model_type={config.model_type!r} has no router; leave it out"

@@ -1,4 +1,4 @@
-"""Configuration of megatron-core's layers from that of a transformers model."""
+"""Conversion of a transformers config to megatron-core's layer configuration."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,19 +23,19 @@ def transformer_config(
     bf16: bool,
     recompute: bool,
 ) -> TransformerConfig:
-    """Describe the layers of a transformers model for megatron-core.
+    """Build megatron-core's configuration for the layers of a transformers model.
 
     Args:
         model: its config.
         given: `megatron_config.transformer_config_kwargs`.
-        dispatcher: how tokens travel to the ranks of their experts.
-        recompute: compute activations again in the backward, as the `recompute_*` of `given` say.
+        dispatcher: method of sending tokens to the ranks of their experts.
+        recompute: recompute activations in the backward, according to the `recompute_*` entries of `given`.
     """
     arguments = _layers(model) | _division(layout) | _numerics(device, bf16)
     arguments["moe_token_dispatcher_type"] = dispatcher
     own = {name: value for name, value in given.items() if recompute or not name.startswith("recompute_")}
     config = TransformerConfig(**(arguments | own))
-    # A field that the constructor derives would be set aside by a user's of the same name: each is looked at again.
+    # A field that the constructor derives would override a user's value: each is compared again.
     changed = [name for name, value in own.items() if getattr(config, name) != value]
     if changed:
         raise ConfigError(f"megatron_config.transformer_config_kwargs: megatron-core overrides {', '.join(changed)}")
@@ -43,7 +43,7 @@ def transformer_config(
 
 
 def _layers(model: Any) -> dict[str, Any]:
-    """Return the fields that follow the model."""
+    """Return the fields determined by the model."""
     family = family_of(model)
     layers: dict[str, Any] = dict(
         num_layers=model.num_hidden_layers,
@@ -59,7 +59,7 @@ def _layers(model: Any) -> dict[str, Any]:
         add_qkv_bias=family.qkv_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
-        # Log-probs of the same weights must not differ from one forward to the next.
+        # Log-probs of the same weights must not differ between forwards.
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
@@ -67,7 +67,7 @@ def _layers(model: Any) -> dict[str, Any]:
 
 
 def _division(layout: ParallelSizes) -> dict[str, Any]:
-    """Return the fields that follow the division over ranks."""
+    """Return the fields determined by the layout."""
     return dict(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -75,7 +75,7 @@ def _division(layout: ParallelSizes) -> dict[str, Any]:
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         sequence_parallel=layout.tensor > 1,
-        # Rows lie end to end: micro-batches differ in length, and stages announce it.
+        # Rows are packed: micro-batches differ in length, and stages announce it.
         variable_seq_lengths=True,
     )
 
@@ -90,7 +90,7 @@ def _numerics(device: torch.device, bf16: bool) -> dict[str, Any]:
         # Weights come from the transformers model.
         perform_initialization=False,
         use_cpu_initialization=device.type == "cpu",
-        # Kernels of extensions that need not be there.
+        # Kernels of optional extensions.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -107,7 +107,7 @@ def _mixture(model: Any) -> dict[str, Any]:
         moe_ffn_hidden_size=model.moe_intermediate_size,
         moe_router_topk=model.num_experts_per_tok,
         moe_router_score_function="softmax",
-        # Softmax over the chosen experts alone is softmax over all, made to sum to 1.
+        # Softmax over the chosen experts equals softmax over all, renormalized to 1.
         moe_router_pre_softmax=not model.norm_topk_prob,
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
@@ -134,11 +134,7 @@ def head_dim(model: Any) -> int:
 
 
 def map_sizes(model: Any, layout: ParallelSizes, value_head: str | None) -> MapSizes:
-    """Return the sizes of the map of weights of a transformers config.
-
-    Args:
-        value_head: name of a critic's head.
-    """
+    """Return the sizes of the weight map of a transformers config."""
     family: Family = family_of(model)
     return MapSizes(
         num_layers=model.num_hidden_layers,

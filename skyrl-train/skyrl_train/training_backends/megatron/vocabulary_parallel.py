@@ -1,9 +1,9 @@
-"""Log-probs and entropy of tokens where each tensor-parallel rank holds the rows of the output layer of some words.
+"""Log-probs and entropy of tokens when tensor-parallel ranks hold shards of the output layer's vocabulary.
 
-The same chunks, temperature and formulas as `models/token_log_probs.py`; maxima and sums over words are reduced over
-the ranks. No rank ever holds more than one chunk of its own words' logits.
+The same chunks, temperature and formulas as in `models/token_log_probs.py`; maxima and sums over the vocabulary are
+reduced over the ranks. No rank ever holds more than one chunk of its shard's logits.
 
-Shapes: N tokens, C tokens of a chunk, H hidden size, V words of a rank.
+Shapes: N tokens, C tokens of a chunk, H hidden size, V vocabulary entries of a rank.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from skyrl_train.models.cpu_linear import multiply_transposed
 
 @dataclass(frozen=True)
 class WordShard:
-    """Words whose rows of the output layer a rank holds."""
+    """Part of the vocabulary whose output-layer rows a rank holds."""
 
     group: dist.ProcessGroup
     first: int
-    """The first word."""
+    """First vocabulary id."""
 
     count: int
-    """Words, without the padding at the end."""
+    """Number of ids, without the padding at the end."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ def token_log_probs(
 
     Args:
         hidden: [N, H], the same on every rank. Its gradient is this rank's part of a sum over ranks.
-        weight: [V, H], rows of padding at the end included.
-        labels: [N], words of the whole vocabulary.
+        weight: [V, H], including padding rows at the end.
+        labels: [N], ids of the whole vocabulary.
 
     Returns:
-        log_probs [N] and, if asked for, entropy [N], the same on every rank.
+        log_probs [N] and, if requested, entropy [N], the same on every rank.
     """
     settings = _ChunkSettings(shard, temperature, chunk_size, with_entropy)
     return _VocabularyParallel.apply(hidden, weight, labels, settings)  # type: ignore[return-value, misc]
@@ -83,7 +83,7 @@ class _VocabularyParallel(torch.autograd.Function):
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_norm)
         grad_hidden = torch.zeros_like(hidden)
-        # float32 whatever the dtype of the weight: there may be hundreds of chunks.
+        # float32 for any dtype of the weight: there may be hundreds of chunks.
         grad_weight = torch.zeros(weight.shape, device=weight.device)
         for chunk in _chunks(len(hidden), settings.chunk_size):
             log_p = _logits(hidden[chunk], weight, settings).sub_(log_norm[chunk, None])
@@ -93,7 +93,7 @@ class _VocabularyParallel(torch.autograd.Function):
                 grad = log_p.exp_().mul_(-g)
             else:
                 p = log_p.exp()
-                # Words of padding have log p = -inf and p = 0, whose product is no number.
+                # Padding has log p = -inf and p = 0, whose product is NaN.
                 grad = torch.where(p > 0, (log_p + entropy[chunk, None]) * -e - g, 0.0).mul_(p)
             own, places = _own_labels(labels[chunk], settings.shard)
             grad.scatter_add_(1, places[:, None], torch.where(own[:, None], g, 0.0))
@@ -104,7 +104,7 @@ class _VocabularyParallel(torch.autograd.Function):
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, settings: _ChunkSettings) -> torch.Tensor:
-    """Return the logits of this rank's words over the temperature, [C, V] float32; -inf at padding."""
+    """Compute the logits of this rank's shard over the temperature, [C, V] float32; -inf at padding."""
     logits = multiply_transposed(hidden.to(weight.dtype), weight).float()
     if settings.temperature != 1.0:
         logits = logits.div_(settings.temperature)
@@ -115,7 +115,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, settings: _ChunkSettings
 def _scores(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, settings: _ChunkSettings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """log_probs, logsumexp and entropy of a chunk, each [C]; entropy is 0 if not asked for."""
+    """Compute log_probs, logsumexp and entropy of a chunk, each [C]; entropy is 0 if not requested."""
     logits, group = _logits(hidden, weight, settings), settings.shard.group
     largest = logits.amax(dim=-1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
@@ -125,7 +125,7 @@ def _scores(
     of_label = torch.where(own, logits.gather(1, places[:, None])[:, 0], 0.0)
     powers = logits.exp()
     weighted = torch.where(powers > 0, powers * logits, 0.0).sum(dim=-1) if settings.with_entropy else of_label * 0
-    # One reduction for all three: latency is what it costs.
+    # One reduction for all three, because latency dominates its cost.
     sums = torch.stack([of_label, powers.sum(dim=-1), weighted])
     dist.all_reduce(sums, group=group)
     of_label, total, weighted = sums
@@ -134,7 +134,7 @@ def _scores(
 
 
 def _own_labels(labels: torch.Tensor, shard: WordShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which labels are words of this rank [C] bool, and their rows in its shard [C] (0 for others)."""
+    """Return which labels are in this rank's shard [C] bool, and their rows there [C] (0 for others)."""
     places = labels - shard.first
     own = (places >= 0) & (places < shard.count)
     return own, torch.where(own, places, 0)

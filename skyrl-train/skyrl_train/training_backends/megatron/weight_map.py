@@ -1,7 +1,8 @@
 """Map between the weights of a transformers model and the shards of megatron-core: pure functions of tensors.
 
-An `Entry` joins one or more weights of transformers, whole, with one tensor of megatron-core per rank of the group that
-divides it. Names of megatron-core count layers and experts over the whole model; `local_name` gives those of a rank.
+An `Entry` maps one or more unsharded weights of transformers to one tensor of megatron-core per rank of the sharding
+group. Names in megatron-core number layers and experts over the whole model; `get_local_name` converts to a rank's
+numbering.
 
 Shapes: H hidden size, I rows of a feed-forward layer, Q query heads, G key-value heads, D size of a head, E experts.
 """
@@ -36,34 +37,34 @@ class MapSizes:
     """Rows of the embedding with padding."""
 
     expert_ranks: int = 1
-    """Ranks that the experts are dealt to."""
+    """Expert-parallel size."""
 
     num_experts: int = 0
     sparse_layers: frozenset[int] = frozenset()
-    """Layers whose feed-forward part is a mixture of experts."""
+    """Layers whose feed-forward block is a mixture of experts."""
 
     tied_head: bool = False
     qkv_bias: bool = False
     qk_norms: bool = False
     value_head: str | None = None
-    """Name of a critic's head, which has no output layer of words; None: not a critic."""
+    """Name of a critic's head, which replaces the output layer; None: not a critic."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Correspondence of weights."""
+    """Mapping of weights."""
 
     names: tuple[str, ...]
-    """Names of transformers."""
+    """Names in transformers."""
 
     tensors: tuple[str, ...]
-    """Names of megatron-core, with global numbers of layers; several for experts of a layer, numbered on the rank."""
+    """Names in megatron-core, with global layer numbers; several for the experts of a layer, numbered on the rank."""
 
     split: Split
     merge: Merge
     division: Division = "none"
     layer: int | None = None
-    """None: of the embedding or the output."""
+    """None: embedding or output."""
 
     is_output: bool = False
     """Belongs to the last pipeline stage, if not to a layer."""
@@ -73,17 +74,17 @@ class Entry:
 
     @property
     def is_router(self) -> bool:
-        """Whether the weight is that of a router, which chooses among experts."""
+        """Whether the weight belongs to a router."""
         return self.tensors[0].endswith(".mlp.router.weight")
 
 
 def entries(sizes: MapSizes) -> Iterator[Entry]:
-    """Yield all correspondences, in the order of the model."""
+    """Yield all entries, in the order of the model."""
     if sizes.value_head is None:
         yield from _language_model(sizes)
         return
     for entry in _language_model(replace(sizes, tied_head=True)):
-        # transformers names the parts of a model without an output layer from within.
+        # transformers names the parts of a model without an output layer relative to its inner module.
         yield replace(entry, names=tuple(name.removeprefix("model.") for name in entry.names))
     yield _whole(f"{sizes.value_head}.weight", "value_head.weight", is_output=True)
 
@@ -158,7 +159,7 @@ def _whole(name: str, tensor: str, *, layer: int | None = None, is_output: bool 
 
 
 def local_name(tensor: str, first_layer: int) -> str:
-    """Return the name of a tensor on the pipeline stage whose first layer has the number `first_layer`."""
+    """Return the name of a tensor on the pipeline stage that starts at layer `first_layer`."""
     parts = tensor.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(int(parts[2]) - first_layer)
@@ -170,7 +171,7 @@ def local_name(tensor: str, first_layer: int) -> str:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of words, with padding at the end that transformers does not have."""
+    """Vocabulary rows, with padding at the end that transformers does not have."""
 
     num_words: int
     padded: int
@@ -227,7 +228,7 @@ class _HeadGroups:
 
 @dataclass(frozen=True)
 class _Experts:
-    """Experts dealt to `expert_ranks` ranks in consecutive blocks; each divided over the ranks of expert-tensor
+    """Experts distributed to `expert_ranks` ranks in consecutive blocks; each sharded over the ranks of expert-tensor
     parallelism, which are the inner ones: rank = expert rank x (ranks / expert ranks) + tensor rank."""
 
     expert_ranks: int
