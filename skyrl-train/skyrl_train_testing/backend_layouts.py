@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
-from skyrl_train.distributed.process_group import free_port
+from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train.models.persistent_buffers import iter_persistent_buffers
 from skyrl_train.training_backends.base import (
     MakeBackend,
@@ -177,7 +177,7 @@ class BackendRanks:
     def run(self, layout: Layout, model_path: str, job: Callable[..., T], *args: Any) -> list[T]:
         """Run `job(backend, *args)` on every rank of a layout, the model loaded. Returns: the answers in rank order."""
         ranks = ForkedRanks("backend", _Rank, (layout,), num_ranks=layout.num_ranks, log_folder=self._folder)
-        common = model_path, free_port(), job, args
+        common = model_path, find_free_port(), job, args
         calls: list[Any] = [[("run", (rank, *common))] for rank in range(layout.num_ranks)]
         try:
             answers: list[list[Any]] = asyncio.run(ranks.call(calls, _SECONDS, "the deadline of the check"))

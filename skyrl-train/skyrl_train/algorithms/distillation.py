@@ -27,7 +27,7 @@ def compute_candidate_kl(
     and trains nothing.)
 
     Args:
-        student, teacher: [..., K] log-probs; a teacher's -inf drops the token, whose mass is added to the rest.
+        student, teacher: [..., K] log-probs; a teacher's -inf drops the token and adds its mass to the rest.
         with_tail: False if the K tokens are the whole vocabulary, so that the rest is only rounding error.
 
     Returns:

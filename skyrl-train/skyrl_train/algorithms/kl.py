@@ -22,15 +22,15 @@ def compute_approx_kl(
 
         k1 = d          unbiased, high variance, may be negative
         abs = |d|
-        k2 = d^2 / 2    biased; its gradient is that of the true KL
-        k3 = exp(-d) - 1 + d    unbiased, never negative
-        k3+ = k3 + k2 - stop_gradient(k2), with stop_gradient(k3)    value of k3, gradient of k2 (straight-through)
+        k2 = d^2 / 2    biased; has the gradient of the true KL k3 = exp(-d) - 1 + d    unbiased, never negative k3+ =
+        k3 + k2 - stop_gradient(k2), with stop_gradient(k3)    value of k3, gradient of k2 (straight-through)
 
-    For k3 and k3+, d is kept within +-20 and the result within +-10, so that one odd token cannot own the batch.
+    For k3 and k3+, d is kept within +-20 and the result within +-10, so that a single outlier cannot dominate the
+    batch.
 
     Args:
         log_probs, log_probs_base: [B, T]
-        loss_mask: [B, T]; where it is 0 the result is 0, whatever stands there.
+        loss_mask: [B, T]; where it is 0 the result is 0, for any input.
     """
     log_probs, log_probs_base = apply_mask(loss_mask, log_probs, log_probs_base)
     d = log_probs - log_probs_base

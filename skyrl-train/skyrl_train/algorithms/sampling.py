@@ -20,7 +20,7 @@ TOLERANCE = 1e-6
 def find_informative_groups(
     rewards: Sequence[float | None], uids: Sequence[Hashable], tolerance: float = TOLERANCE
 ) -> list[Hashable]:
-    """Return the groups whose rewards differ, in order of first appearance.
+    """Return the groups with different rewards, in order of first appearance.
 
     A group is informative if its highest and lowest reward differ by more than `tolerance`, or if it has a single
     sample (without comparison). A group in which all rollouts failed is not.

@@ -92,7 +92,7 @@ class OffPolicyCorrectionConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class DynamicSamplingConfig(BaseConfig):
-    """Handling of prompts whose responses all have the same reward (DAPO, https://arxiv.org/abs/2503.14476)."""
+    """Handling of prompts with equal rewards for all responses (DAPO, https://arxiv.org/abs/2503.14476)."""
 
     type: Literal["filter", "replace"] | None = None
     """`filter` drops such prompts and samples further prompts until the batch is full. `replace` substitutes copies of

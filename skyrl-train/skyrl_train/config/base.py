@@ -19,8 +19,8 @@ class BaseConfig:
 
     @classmethod
     def from_dict(cls, values: "Mapping[str, object] | DictConfig") -> "Self":
-        """Build typed settings from plain values or OmegaConf's, whose interpolations are resolved first. Settings of
-        other releases are accepted if they request the existing behaviour.
+        """Build typed settings from plain values or OmegaConf's, resolving interpolations first. Settings of other
+        releases are accepted if they request the existing behaviour.
 
         Raises:
             ConfigError: an unknown name, a type or choice that does not fit, or a missing value.

@@ -93,7 +93,7 @@ def compose_config(
 
 
 def get_default_config(config_type: type[BaseConfig] = SkyRLConfig) -> "DictConfig":
-    """Return the defaults as an OmegaConf tree whose interpolations follow later changes.
+    """Return the defaults as an OmegaConf tree with live interpolations.
 
     Its sections accept unknown names, so that `from_dict` can reject them and suggest the nearest valid one.
     """

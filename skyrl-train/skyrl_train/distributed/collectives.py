@@ -47,20 +47,20 @@ def record_collectives() -> None:
     for name in _COLLECTIVES:
         function = getattr(dist, name, None)
         if function is not None and not hasattr(function, "__wrapped_collective__"):
-            setattr(dist, name, _recorded(name, function))
+            setattr(dist, name, _wrap_collective(name, function))
 
 
-def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_collective(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def collective(*args: Any, **kwargs: Any) -> Any:
-        with waiting(f"{name} #{next(_numbers)}{_layer()}", on=PEERS):
+    def run_collective(*args: Any, **kwargs: Any) -> Any:
+        with waiting(f"{name} #{next(_numbers)}{_describe_layer()}", on=PEERS):
             return function(*args, **kwargs)
 
-    collective.__dict__["__wrapped_collective__"] = function
-    return collective
+    run_collective.__dict__["__wrapped_collective__"] = function
+    return run_collective
 
 
-def _layer() -> str:
+def _describe_layer() -> str:
     """Return a description of the layer for which FSDP2 calls; empty for other callers."""
     frame = sys._getframe(2)
     for _ in range(_MOST_FRAMES):

@@ -12,13 +12,13 @@ from skyrl_gym.waits import PEERS, waiting
 from skyrl_train.distributed.collectives import record_collectives
 
 
-def backend_of(device: torch.device) -> str:
+def get_process_group_backend(device: torch.device) -> str:
     """Return the process-group backend of a device: nccl on CUDA (and gloo for state offloaded to the CPU), gloo
     elsewhere."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a currently unused TCP port."""
     with closing(socket.socket()) as listener:
         listener.bind(("", 0))
@@ -49,7 +49,7 @@ def init_process_group(
     record_collectives()
     with waiting("the process group to meet", on=PEERS, deadline=timeout_seconds):
         dist.init_process_group(
-            backend_of(device),
+            get_process_group_backend(device),
             init_method=f"tcp://{host}:{master_port}",
             rank=rank,
             world_size=world_size,
@@ -57,7 +57,7 @@ def init_process_group(
         )
 
 
-def make_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
+def build_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
     """Build the mesh that parameters are sharded over: all ranks, or (`fsdp_size` < world) replicas of shard groups.
 
     Raises:

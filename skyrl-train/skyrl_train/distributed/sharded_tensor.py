@@ -28,10 +28,10 @@ def gather_full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -
     tensor = tensor.detach().to(dtype or tensor.dtype)
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.full_tensor() if _divided_dimensions(tensor) else tensor.to_local()
+    return tensor.full_tensor() if _get_sharded_dimensions(tensor) else tensor.to_local()
 
 
-def _divided_dimensions(tensor: DTensor) -> list[int]:
+def _get_sharded_dimensions(tensor: DTensor) -> list[int]:
     """Return the mesh dimensions over which a tensor is sharded, or partial."""
     mesh = tensor.device_mesh
     return [d for d, placement in enumerate(tensor.placements) if not placement.is_replicate() and mesh.size(d) > 1]
@@ -47,10 +47,10 @@ def gather_full_tensors(tensors: Iterable[tuple[T, torch.Tensor, torch.dtype]]) 
     batch: list[tuple[T, _EvenShard]] = []
     num_bytes = 0
     for name, tensor, dtype in tensors:
-        shard = _even_shard(tensor, dtype)
+        shard = _get_even_shard(tensor, dtype)
         size = tensor.numel() * dtype.itemsize
         fits = shard is not None and num_bytes + size <= GATHERED_BYTES
-        if batch and not (fits and shard is not None and shard.goes_with(batch[0][1])):
+        if batch and not (fits and shard is not None and shard.is_compatible_with(batch[0][1])):
             yield from _gather_together(batch)
             batch, num_bytes = [], 0
         if shard is None or size > GATHERED_BYTES:
@@ -69,15 +69,15 @@ class _EvenShard(NamedTuple):
     shape: torch.Size
     group: dist.ProcessGroup
 
-    def goes_with(self, other: "_EvenShard") -> bool:
+    def is_compatible_with(self, other: "_EvenShard") -> bool:
         return self.group is other.group and self.part.dtype == other.part.dtype
 
 
-def _even_shard(tensor: torch.Tensor, dtype: torch.dtype) -> _EvenShard | None:
+def _get_even_shard(tensor: torch.Tensor, dtype: torch.dtype) -> _EvenShard | None:
     """Return this rank's shard; None for a tensor that is sharded in another way, or not at all."""
     if not isinstance(tensor, DTensor):
         return None
-    mesh, divided = tensor.device_mesh, _divided_dimensions(tensor)
+    mesh, divided = tensor.device_mesh, _get_sharded_dimensions(tensor)
     if len(divided) != 1 or tensor.placements[divided[0]] != Shard(0) or tensor.shape[0] % mesh.size(divided[0]):
         return None
     return _EvenShard(tensor.to_local().detach().to(dtype), tensor.shape, mesh.get_group(divided[0]))
@@ -104,7 +104,7 @@ def copy_into(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     tensor.to_local().copy_(whole[part])
 
 
-def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
+def get_row_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the row range (start and end of the first dimension) that this rank holds of a tensor."""
     if not isinstance(tensor, DTensor):
         return 0, tensor.shape[0] if tensor.dim() else 1

@@ -85,7 +85,7 @@ class SequenceParallel:
         return received
 
 
-def make_sequence_parallel(size: int, timeout_seconds: float = 600.0) -> SequenceParallel | None:
+def build_sequence_parallel(size: int, timeout_seconds: float = 600.0) -> SequenceParallel | None:
     """Create groups of `size` consecutive ranks, and return this rank's group. A collective: every rank must call it.
 
     Args:
@@ -129,14 +129,14 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _all_to_all(x, group)
+        return _run_all_to_all(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _all_to_all(grad, ctx.group), None
+        return _run_all_to_all(grad, ctx.group), None
 
 
-def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _run_all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     # The exchange reads contiguous memory: a view by `movedim` would send other elements.
     sent = x.contiguous()
     received = torch.empty_like(sent)

@@ -1,5 +1,5 @@
 """Causal attention over packed rows: rows do not see each other, and no [N, N] mask is allocated. Registered with
-transformers, whose models call it instead of their attention.
+transformers, so that its models call it instead of their attention.
 
 Unsupported arguments (biases, custom masks) raise an error instead of being ignored.
 
@@ -71,8 +71,8 @@ def packed_attention(
     the last W of them; with caps and sinks as in `AttentionRule`.
 
     Args:
-        query, key, value: [1, heads, N, D]; keys and values may have fewer heads, each of which then serves consecutive
-            query heads. With sequence parallelism N is this rank's slice. Values may have a smaller D.
+        query, key, value: [1, heads, N, D]; keys and values may have fewer heads, each shared by consecutive query
+            heads. With sequence parallelism N is this rank's slice. Values may have a smaller D.
 
     Returns:
         [1, N, heads, D], and None for attention weights.
@@ -262,7 +262,7 @@ def _attend_eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
     """Attend without a fused kernel, for rules that none supports. The backward recomputes probabilities: for long
-    rows, those of all blocks would not fit in memory.
+    rows, the probabilities of all blocks would not fit in memory.
 
     Args:
         seen: [block, keys] bool

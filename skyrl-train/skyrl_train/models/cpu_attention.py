@@ -1,7 +1,7 @@
 """Attention in bfloat16 on a CPU with few keys: torch's forward, bit-exact, and its backward in float32.
 
 The kernel's backward is slow in bfloat16 with few keys. Forward and backward of 28 rows of 64 queries and 96 keys, one
-thread of an AMD EPYC: 16.0 ms in bfloat16, of which the forward takes 2.9; 8.5 in float32. With 256 keys both are
+thread of an AMD EPYC: 16.0 ms in bfloat16 (forward 2.9); 8.5 in float32. With 256 keys both are
 equally fast.
 """
 

@@ -47,7 +47,7 @@ class ScoringModel(nn.Module):
     Args:
         causal_lm: a transformers model. Its parameters keep their names, under "causal_lm.".
         packing: pack rows without padding; else use the model's attention and padding.
-        chunk_size: tokens whose logits are in memory at the same time.
+        chunk_size: tokens per chunk of logits.
         compile: compile the computation of log-probs from hidden states.
         sequence_parallel: ranks that share each micro-batch. Needs `packing`.
         replay_setting: setting that requests replay or recording of routes; None: unsupported.

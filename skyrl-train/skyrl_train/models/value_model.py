@@ -1,4 +1,4 @@
-"""Critic: a transformers model whose output layer is replaced by a scalar value head.
+"""Critic: a transformers model with a scalar value head instead of its output layer.
 
 Shapes: B sequences, T tokens of prompt and response, R of the response, H hidden size.
 """

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 import torch
 
 from skyrl_train.config import CriticConfig, PolicyConfig, RefConfig, SkyRLConfig
-from skyrl_train.distributed.process_group import free_port, init_process_group
-from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_parallel
+from skyrl_train.distributed.process_group import find_free_port, init_process_group
+from skyrl_train.distributed.ulysses import SequenceParallel, build_sequence_parallel
 from skyrl_train.expert_routes import no_route
 from skyrl_train.models.experts import RouterStatistics
 from skyrl_train.training_backends.checkpoint import BackgroundWrite, StateFiles, WrittenFiles, write_state
@@ -142,7 +142,7 @@ class TrainingBackend(ABC):
 
     Args:
         cfg: settings of the run.
-        name: the model, whose settings are `trainer.<name>`.
+        name: the model, configured by `trainer.<name>`.
         num_training_steps: optimizer steps of the whole run, for the learning-rate schedule; None for a model that is
             not trained.
     """
@@ -228,13 +228,15 @@ class TrainingBackend(ABC):
     def training_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every trained weight NAME gathered in float32, and its optimizer state: `NAME/exp_avg` and
         `NAME/exp_avg_sq` of the weight's shape, `NAME/step` (a scalar: steps taken); one at a time in the same order on
-        every rank. Names are those in transformers or, for adapters, in peft's files, so that all backends can read
-        them."""
+        every rank. Names are as in transformers or, for adapters, as in peft's files, so that all backends can read
+        them.
+        """
 
     @abstractmethod
     def load_training_state(self, files: StateFiles) -> None:
-        """Load the training state from files, of which each rank reads its part. Optimizer settings of this run are
-        kept. Raises CheckpointError if the files do not fit."""
+        """Load this rank's part of the training state from files. Optimizer settings of this run are kept. Raises
+        CheckpointError if the files do not fit.
+        """
 
     def offload(self) -> None:  # noqa: B027  a backend on a CPU has nothing to give
         """Free the device's memory until `onload`."""
@@ -278,7 +280,7 @@ class TrainingBackend(ABC):
         self.parallel = ParallelInfo(
             rank=info.rank, world_size=info.world_size, ranks_per_replica=self.settings.sequence_parallel_size
         )
-        self.sequence_parallel = make_sequence_parallel(self.settings.sequence_parallel_size, timeout)
+        self.sequence_parallel = build_sequence_parallel(self.settings.sequence_parallel_size, timeout)
 
     def score_recording_routes(self, micro_batch: TrainingInputBatch) -> Scores:
         """Run the model as in `score`, and return the routes used. For backends whose traits have `routing_replay`."""
@@ -359,7 +361,7 @@ class TrainingBackend(ABC):
             rows = torch.tensor(micro_batch.rows)
             micro = batch.rows(rows)
             if micro_batch.is_dummy:
-                micro = without_weight(micro)
+                micro = build_dummy(micro)
             scores = self.score(micro, with_entropy=objective.needs_entropy)
             loss, own = objective(scores, micro.to(self.device))
             self.backward(loss)
@@ -390,13 +392,13 @@ def join_process_group(info: RankInfo, timeout_seconds: float) -> None:
         rank=info.rank,
         world_size=info.world_size,
         master_address=info.master_address,
-        master_port=info.master_port or free_port(),
+        master_port=info.master_port or find_free_port(),
         device=device,
         timeout_seconds=timeout_seconds,
     )
 
 
-def without_weight(micro: TrainingInputBatch) -> TrainingInputBatch:
+def build_dummy(micro: TrainingInputBatch) -> TrainingInputBatch:
     """Return a dummy micro-batch: the same rows, with no tokens counted in loss or metrics."""
     zeros = {name: torch.zeros_like(micro.tensor(name)) for name in _WEIGHTS if micro.get(name) is not None}
     return TrainingInputBatch({**micro, **zeros}, metadata=micro.metadata)

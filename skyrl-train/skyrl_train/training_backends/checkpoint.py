@@ -56,7 +56,7 @@ def write_state(
     Raises:
         CheckpointError: a disk error. The rank has then joined all gathers, so that its peers do not hang.
     """
-    return RankShare(rank, num_ranks, num_steps).write(folder, _share_of(tensors, rank, num_ranks))
+    return RankShare(rank, num_ranks, num_steps).write(folder, _select_tensors(tensors, rank, num_ranks))
 
 
 class RankShare:
@@ -69,7 +69,7 @@ class RankShare:
     def __init__(self, rank: int, num_ranks: int, num_steps: int):
         self._rank = rank
         self._described = {"format": FORMAT, "num_steps": num_steps, "num_ranks": num_ranks}
-        self._random_state = _random_state()
+        self._random_state = _get_random_state()
 
     def write(self, folder: Place, tensors: Iterable[tuple[str, torch.Tensor]]) -> WrittenFiles:
         """Write the files of this rank. Raises CheckpointError after all tensors were consumed."""
@@ -98,7 +98,7 @@ class BackgroundWrite:
         num_ranks: int,
     ):
         share = RankShare(rank, num_ranks, num_steps)
-        copies = dict(_share_of(tensors, rank, num_ranks))
+        copies = dict(_select_tensors(tensors, rank, num_ranks))
         self._written: Future[WrittenFiles] = Future()
 
         def write() -> None:
@@ -111,12 +111,12 @@ class BackgroundWrite:
         # A daemon: an unresponsive store must not keep the process from exiting.
         threading.Thread(target=write, name="checkpoint", daemon=True).start()
 
-    def files(self) -> WrittenFiles | None:
+    def get_files(self) -> WrittenFiles | None:
         """Return the files of this rank, or None while they are being written. Raises CheckpointError."""
         return self._written.result() if self._written.done() else None
 
 
-def _share_of(
+def _select_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]], rank: int, num_ranks: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield copies of the tensors that this rank writes. Each is assigned to the rank with the fewest bytes so far,
@@ -236,7 +236,7 @@ class StateFiles:
             torch.manual_seed(torch.initial_seed() + rank)
 
 
-def _random_state() -> dict[str, torch.Tensor]:
+def _get_random_state() -> dict[str, torch.Tensor]:
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

@@ -37,12 +37,12 @@ class LearningRateSchedule:
         """Learning rate of the next step."""
         return self._highest * self._factor(self.num_steps)
 
-    def advance(self) -> None:
+    def step(self) -> None:
         """Count a step."""
         self.num_steps += 1
 
 
-def new_adamw(
+def build_adamw(
     parameters: Iterable[nn.Parameter], config: OptimizerConfig, kind: type[AdamW] = torch.optim.AdamW, **options: Any
 ) -> AdamW:
     """Create AdamW for the trained parameters. Weight decay applies to all trained weights (including norms, biases and

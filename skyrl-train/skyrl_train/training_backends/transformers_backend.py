@@ -87,7 +87,7 @@ class TransformersBackend(TrainingBackend):
         return self.model(*args, **kwargs)
 
     def score(self, micro_batch: TrainingInputBatch, *, with_entropy: bool = False) -> Scores:
-        inputs = self._inputs(micro_batch)
+        inputs = self._build_inputs(micro_batch)
         if isinstance(self.model, ValueModel):
             return Scores(self.compute(*inputs))
         routes = micro_batch.get("expert_routes")
@@ -110,13 +110,13 @@ class TransformersBackend(TrainingBackend):
         return Scores(scores.log_probs, scores.entropy, scores.router, candidates=scores.candidates)
 
     def score_top(self, micro_batch: TrainingInputBatch, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.compute(*self._inputs(micro_batch), self._temperature, num_top=num_top).top
+        return self.compute(*self._build_inputs(micro_batch), self._temperature, num_top=num_top).top
 
     def score_recording_routes(self, micro_batch: TrainingInputBatch) -> Scores:
-        scores = self.compute(*self._inputs(micro_batch), self._temperature, record_routes=True)
+        scores = self.compute(*self._build_inputs(micro_batch), self._temperature, record_routes=True)
         return Scores(scores.log_probs, routes=scores.routes)
 
-    def _inputs(self, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def _build_inputs(self, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, torch.Tensor, int]:
         return (
             micro_batch.tensor("sequences").to(self.device),
             micro_batch.tensor("attention_mask").to(self.device),

@@ -8,7 +8,7 @@ import pytest
 from skyrl_train.config import SkyRLConfig, validate_cfg
 from skyrl_train.config.rules.deepspeed import check_deepspeed
 from skyrl_train.errors import ConfigError
-from skyrl_train.training_backends.deepspeed.engine_settings import settings_of_model
+from skyrl_train.training_backends.deepspeed.engine_settings import build_model_settings
 
 
 def config(shared: Any = None, bf16: bool = True, **models: Any) -> SkyRLConfig:
@@ -30,7 +30,7 @@ def test_model_key_overrides_shared_group():
 
 
 def test_json_uses_integers_and_keeps_auto():
-    zero = settings_of_model(config({"train": {"zero_optimization": {"sub_group_size": 1e4}}}), "policy")
+    zero = build_model_settings(config({"train": {"zero_optimization": {"sub_group_size": 1e4}}}), "policy")
     assert zero["zero_optimization"]["sub_group_size"] == 10_000
     assert isinstance(zero["zero_optimization"]["sub_group_size"], int)
     assert "reduce_bucket_size" not in zero["zero_optimization"]
@@ -42,7 +42,7 @@ def test_json_uses_integers_and_keeps_auto():
     [(False, True, set()), (True, True, {"torch_autocast"}), (True, False, {"bf16", "data_types"})],
 )
 def test_precision(bf16: bool, autocast: bool, sections: set[str]):
-    made = settings_of_model(config({"train": {"torch_autocast": {"enabled": autocast}}}, bf16=bf16), "policy")
+    made = build_model_settings(config({"train": {"torch_autocast": {"enabled": autocast}}}, bf16=bf16), "policy")
     assert set(made) & {"torch_autocast", "bf16", "data_types"} == sections
 
 

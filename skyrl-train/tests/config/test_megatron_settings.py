@@ -124,7 +124,7 @@ def test_uneven_stages_require_first_or_last_stage_setting():
 def test_replica_ranks_are_consecutive_and_megatron_stages_outermost():
     layout = ParallelSizes(tensor=2, pipeline=2)
     # Workers 0 1 | 2 3 are the two stages of the first replica, 4 5 | 6 7 of the second.
-    assert [layout.group_rank(rank, 8) for rank in range(8)] == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert [layout.get_group_rank(rank, 8) for rank in range(8)] == [0, 1, 4, 5, 2, 3, 6, 7]
     assert layout.ranks_per_replica == 4
 
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
 from skyrl_train.config import FSDPConfig, LoRAConfig
-from skyrl_train.distributed.process_group import make_mesh
+from skyrl_train.distributed.process_group import build_mesh
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor
-from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_parallel
+from skyrl_train.distributed.ulysses import SequenceParallel, build_sequence_parallel
 from skyrl_train.models.adapter_files import WEIGHTS_FILE, gather_adapter_tensors, write_adapter_version
 from skyrl_train.models.lora import add_adapters, find_adapters, gather_exported_parameters
 from skyrl_train.models.scoring import ScoringModel
@@ -47,7 +47,7 @@ def learn(causal_lm: Any, ranks: SequenceParallel | None, rows: slice, sharded: 
     world_size = 1
     if sharded:
         world_size = dist.get_world_size()
-        shard_model(model, make_mesh(torch.device("cpu")), FSDPConfig(), bf16=False)
+        shard_model(model, build_mesh(torch.device("cpu")), FSDPConfig(), bf16=False)
     sequences, mask = batch()
     scores = model(sequences[rows], mask[rows], NUM_RESPONSE, 0.7, with_entropy=True)
     weights = torch.arange(4.0 * NUM_RESPONSE).view(4, NUM_RESPONSE)[rows]
@@ -81,7 +81,7 @@ def learn_on_ranks(sizes: tuple[int, ...], model: Callable[[], Any]) -> list[dic
     for size in sizes:
         rows = 4 * size // dist.get_world_size()
         shard = dist.get_rank() // size
-        ranks = make_sequence_parallel(size)
+        ranks = build_sequence_parallel(size)
         results.append(learn(model(), ranks, slice(shard * rows, (shard + 1) * rows), sharded=True))
     return results
 
@@ -113,7 +113,7 @@ def test_sequence_parallel_and_sharding_preserve_scores_and_gradients(run_on_ran
 
 
 def write_adapters_on_ranks(folder: Path) -> int:
-    model = shard_model(with_adapters(), make_mesh(torch.device("cpu")), FSDPConfig(), bf16=False)
+    model = shard_model(with_adapters(), build_mesh(torch.device("cpu")), FSDPConfig(), bf16=False)
     return len(write_adapter_version(model, folder, 1, torch.float32, rank=dist.get_rank()))
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_parallel
+from skyrl_train.distributed.ulysses import SequenceParallel, build_sequence_parallel
 from skyrl_train.errors import ConfigError
 
 NUM_TOKENS, HEAD = 8, 4
@@ -32,7 +32,7 @@ def numbers_of_the_answer(num_heads: int) -> torch.Tensor:
 def attention_of_ranks(size: int, num_heads: int, num_kv_heads: int) -> dict[str, Any]:
     """Compute on one rank: attention over exchanged heads, the whole answer, and the gradients of this rank's
     slices."""
-    ranks = make_sequence_parallel(size)
+    ranks = build_sequence_parallel(size)
     assert ranks is not None
     slices = [ranks.shard(x, 2).clone().requires_grad_() for x in queries_keys_values(num_heads, num_kv_heads)]
     own_heads = [ranks.to_heads(x) for x in slices]
@@ -79,7 +79,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 
 
 def there_and_back() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    ranks = make_sequence_parallel(2)
+    ranks = build_sequence_parallel(2)
     assert ranks is not None
     answers = []
     for dtype in DTYPES:
@@ -98,7 +98,7 @@ def test_head_exchange_round_trips_in_all_dtypes(run_on_ranks):
 
 def shared_weight() -> tuple[float, float, float]:
     """w times [1, 2, 3, 4] and the loss 10 y_0 + y_1 + 0 y_2 + 5 y_3, on two ranks."""
-    ranks = make_sequence_parallel(2)
+    ranks = build_sequence_parallel(2)
     assert ranks is not None
     weight = torch.tensor(3.0, requires_grad=True)
     y = ranks.gather(weight * ranks.shard(torch.tensor([1.0, 2.0, 3.0, 4.0]), 0), dim=0)
@@ -137,9 +137,9 @@ def test_indivisible_heads_are_rejected():
 
 
 def test_single_rank_has_no_group_and_oversized_group_is_rejected(group_of_one):
-    assert make_sequence_parallel(1) is None
+    assert build_sequence_parallel(1) is None
     with pytest.raises(ValueError, match="must divide the number of ranks, 1; got 2"):
-        make_sequence_parallel(2)
+        build_sequence_parallel(2)
 
 
 @pytest.mark.gpu
@@ -152,7 +152,7 @@ def test_nccl_head_exchange_matches_gloo(run_on_ranks):
 
 
 def there_and_back_on(device: str) -> torch.Tensor:
-    ranks = make_sequence_parallel(2)
+    ranks = build_sequence_parallel(2)
     assert ranks is not None
     x = torch.arange(24.0, device=device, dtype=torch.bfloat16).view(1, 2, 4, 3)
     return ranks.gather(ranks.to_sequence(ranks.to_heads(ranks.shard(x, 2)) + 1), dim=2).cpu()

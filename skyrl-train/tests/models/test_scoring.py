@@ -8,7 +8,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_train.config import FSDPConfig
-from skyrl_train.distributed.process_group import make_mesh
+from skyrl_train.distributed.process_group import build_mesh
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_causal_lm
@@ -138,7 +138,7 @@ def test_fsdp_gathers_output_layer_for_forward_and_backward(
         scoring = ScoringModel(model, packing=packing, chunk_size=5)
         if how != "plain":
             config = FSDPConfig(reshard_after_forward=reshard)
-            shard_model(scoring, make_mesh(CPU), config, bf16=how == "bfloat16")
+            shard_model(scoring, build_mesh(CPU), config, bf16=how == "bfloat16")
         scores = scoring(*ragged, TEMPERATURE, with_entropy=True)
         scores.log_probs.sum().backward()
         assert scores.log_probs.dtype == torch.float32

@@ -57,7 +57,7 @@ class SGDBackend(TrainingBackend):
                 if math.isfinite(norm) and weight.grad is not None:
                     weight -= rate * weight.grad
                 weight.grad = None
-        self.schedule.advance()
+        self.schedule.step()
         return Step(norm, rate, is_skipped=not math.isfinite(norm))
 
     def gather_parameters(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:

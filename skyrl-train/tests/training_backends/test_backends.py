@@ -43,7 +43,7 @@ def clipping_each_micro_batch(plant: pytest.MonkeyPatch) -> None:
 
     def backward(backend: FSDP2Backend, loss: torch.Tensor) -> None:
         right(backend, loss)
-        fsdp2.clip_grad_norm(backend._trained_parameters(), 0.05)
+        fsdp2.clip_grad_norm(backend._get_trained_parameters(), 0.05)
 
     plant.setattr(FSDP2Backend, "backward", backward)
 

@@ -157,9 +157,9 @@ def test_run_resumes_with_other_stage_strategy_and_num_ranks(ranks: BackendRanks
 
 def weights_with_and_without_moving(backend: Any, layout: Layout) -> list[dict[str, torch.Tensor]]:
     """Take a step, move everything to the host and back as on a GPU (or not), and take another."""
-    from skyrl_train.training_backends.deepspeed.memory import memory_report, offload_model, onload_model
+    from skyrl_train.training_backends.deepspeed.memory import build_memory_report, offload_model, onload_model
 
-    kinds = [line.split()[0] for line in memory_report(backend.engine, backend.model, backend.stage).splitlines()]
+    kinds = [line.split()[0] for line in build_memory_report(backend.engine, backend.model, backend.stage).splitlines()]
     assert kinds[0] == "parameters" and {"moments", "gradients"} < set(kinds) and kinds[-1] == "all"
     rows, micro_batches = layout.divide(backend)
     batch, found = backend_batch().rows(rows), []
@@ -252,8 +252,8 @@ def boundary_at_every_backward(*args: Any) -> Any:
     backend = healthy(*args)
     from skyrl_train.training_backends.deepspeed import backend as module
 
-    right = module.settings_of_model
-    module.settings_of_model = lambda *args: right(*args) | {"managed_gradient_accumulation": True}
+    right = module.build_model_settings
+    module.build_model_settings = lambda *args: right(*args) | {"managed_gradient_accumulation": True}
     return backend
 
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from skyrl_train.config import training_backends
-from skyrl_train.distributed.process_group import free_port
-from skyrl_train.distributed.ulysses import make_sequence_parallel
+from skyrl_train.distributed.process_group import find_free_port
+from skyrl_train.distributed.ulysses import build_sequence_parallel
 from skyrl_train.models import weight_files
 from skyrl_train.training_backends import transformers_backend
 from skyrl_train.training_backends.base import ModelName, ParallelInfo, RankInfo, TrainingBackend
@@ -67,7 +67,7 @@ class Rank:
         shared = backend.settings.sequence_parallel_size
         backend.device = self.joined.device
         backend.parallel = ParallelInfo(rank=joined.rank, world_size=joined.world_size, ranks_per_replica=shared)
-        backend.sequence_parallel = make_sequence_parallel(shared)
+        backend.sequence_parallel = build_sequence_parallel(shared)
         backend.load_model()
         return backend
 
@@ -83,7 +83,7 @@ class Group:
         self.num_ranks = num_ranks
 
     def join(self) -> None:
-        port, size = free_port(), self.num_ranks
+        port, size = find_free_port(), self.num_ranks
         self._call("join", [(RankInfo(rank=rank, world_size=size, master_port=port),) for rank in range(size)])
 
     def _call(self, method: str, args: list[tuple[Any, ...]]) -> list[Any]:

@@ -56,7 +56,7 @@ def keys_before_queries(patch: pytest.MonkeyPatch) -> None:
 def forgotten_norm(patch: pytest.MonkeyPatch) -> None:
     from skyrl_train.training_backends.megatron import weights
 
-    right = weights.entries
+    right = weights.iter_entries
     patch.setattr(weights, "entries", lambda sizes: (e for e in right(sizes) if e.names != ("model.norm.weight",)))
 
 
@@ -93,7 +93,7 @@ def test_certificate_names_weight_map_fault(
 def last_micro_batch_only(patch: pytest.MonkeyPatch) -> None:
     from skyrl_train.training_backends.megatron.pipeline import Pipeline
 
-    right = Pipeline._loss
+    right = Pipeline._compute_loss
 
     def loss(pipeline: Any, *args: Any, **options: Any) -> Any:
         if options.get("objective") is not None:
@@ -156,7 +156,7 @@ def lost_tied_head(*args: Any) -> Any:
     backend = healthy(*args)
     from skyrl_train.training_backends.megatron.weights import StageWeights
 
-    StageWeights._holders = lambda weights, entry: {weights._owner(entry)}  # type: ignore[method-assign]
+    StageWeights._get_holders = lambda weights, entry: {weights._get_owner(entry)}  # type: ignore[method-assign]
     return backend
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from skyrl_train.training_backends.megatron.weight_map import Entry, MapSizes, entries, local_name
+from skyrl_train.training_backends.megatron.weight_map import Entry, MapSizes, get_local_name, iter_entries
 
 DENSE = MapSizes(num_layers=1, num_heads=4, num_key_value_heads=2, head_dim=1, num_words=5, padded_words=6)
 MIXTURE = MapSizes(
@@ -22,7 +22,7 @@ MIXTURE = MapSizes(
 
 
 def entry_of(sizes: MapSizes, tensor: str) -> Entry:
-    [found] = [entry for entry in entries(sizes) if tensor in entry.tensors]
+    [found] = [entry for entry in iter_entries(sizes) if tensor in entry.tensors]
     return found
 
 
@@ -75,7 +75,7 @@ def test_weight_map_is_bijective(sizes: MapSizes, tied: bool, size: int):
     sizes = replace(sizes, tied_head=tied, qkv_bias=True, qk_norms=True)
     draw = torch.Generator().manual_seed(0)
     names = set()
-    for entry in entries(sizes):
+    for entry in iter_entries(sizes):
         assert not names & set(entry.names)
         names |= set(entry.names)
         shapes = [shape_of(name, sizes) for name in entry.names]
@@ -108,5 +108,5 @@ def shape_of(name: str, sizes: MapSizes) -> tuple[int, ...]:
 
 
 def test_stage_numbers_layers_from_0():
-    assert local_name("decoder.layers.7.mlp.router.weight", 4) == "decoder.layers.3.mlp.router.weight"
-    assert local_name("decoder.final_layernorm.weight", 4) == "decoder.final_layernorm.weight"
+    assert get_local_name("decoder.layers.7.mlp.router.weight", 4) == "decoder.layers.3.mlp.router.weight"
+    assert get_local_name("decoder.final_layernorm.weight", 4) == "decoder.final_layernorm.weight"

@@ -9,7 +9,7 @@ import torch
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.models.experts import RouterStatistics, compute_auxiliary_loss
-from skyrl_train.training_backends.base import ParallelInfo, Scores, merge_metric_sums, without_weight
+from skyrl_train.training_backends.base import ParallelInfo, Scores, build_dummy, merge_metric_sums
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.workers.objectives.critic import CriticObjective
 from skyrl_train.workers.objectives.policy import PolicyObjective
@@ -76,7 +76,7 @@ def test_missing_old_log_probs_give_ratio_1_and_the_gradient_of_the_policy():
 
 
 def test_dummy_micro_batch_counts_nothing():
-    dummy = without_weight(micro_batch())
+    dummy = build_dummy(micro_batch())
     assert dummy.tensor("loss_mask").sum() == dummy.tensor("loss_weights").sum() == 0
     loss, sums = policy_objective()(Scores(LOG_PROBS, ENTROPY), dummy)
     assert loss.item() == 0.0

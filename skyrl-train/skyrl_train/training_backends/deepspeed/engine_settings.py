@@ -18,7 +18,7 @@ TRACE_CACHE = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "sta
 """Settings with which stage 3 relies on the module order of earlier forwards."""
 
 
-def training_settings(
+def build_training_settings(
     config: DeepSpeedTrainConfig, *, micro_batch_size: int, max_norm: float, bf16: bool
 ) -> JsonSection:
     """Build DeepSpeed's settings for a trained model.
@@ -30,7 +30,7 @@ def training_settings(
     """
     zero = config.zero_optimization
     names = [setting.name for setting in fields(zero) if not setting.name.startswith("offload_")]
-    section: JsonSection = {name: _number(getattr(zero, name)) for name in names if getattr(zero, name) != "auto"}
+    section: JsonSection = {name: _to_integer(getattr(zero, name)) for name in names if getattr(zero, name) != "auto"}
     section |= _offload("offload_param", zero.offload_param) | _offload("offload_optimizer", zero.offload_optimizer)
     if zero.stage in (1, 2):
         # Overlapped reduction of stage 1 does not support steps of several backwards.
@@ -50,33 +50,33 @@ def training_settings(
         "gradient_clipping": 0.0 if math.isinf(max_norm) or zero.stage == 0 else max_norm,
         "prescale_gradients": config.prescale_gradient,
         "wall_clock_breakdown": config.wall_clock_breakdown,
-        **_precision(config.torch_autocast, config.data_types.grad_accum_dtype, bf16=bf16),
+        **_build_precision_settings(config.torch_autocast, config.data_types.grad_accum_dtype, bf16=bf16),
     }
 
 
-def scoring_settings(config: DeepSpeedEvalConfig, *, micro_batch_size: int, bf16: bool) -> JsonSection:
+def build_scoring_settings(config: DeepSpeedEvalConfig, *, micro_batch_size: int, bf16: bool) -> JsonSection:
     """Build DeepSpeed's settings for a model of stage 3 that only scores."""
     zero = config.zero_optimization
     section: JsonSection = {"stage": zero.stage, **_offload("offload_param", zero.offload_param)}
     if zero.stage3_param_persistence_threshold != "auto":
-        section["stage3_param_persistence_threshold"] = _number(zero.stage3_param_persistence_threshold)
+        section["stage3_param_persistence_threshold"] = _to_integer(zero.stage3_param_persistence_threshold)
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": 1,
         "steps_per_print": 100,
         "zero_optimization": section,
-        **_precision(config.torch_autocast, None, bf16=bf16),
+        **_build_precision_settings(config.torch_autocast, None, bf16=bf16),
     }
 
 
-def settings_of_model(cfg: SkyRLConfig, name: str) -> JsonSection:
+def build_model_settings(cfg: SkyRLConfig, name: str) -> JsonSection:
     """Build DeepSpeed's settings for the model `trainer.<name>`."""
     trainer = cfg.trainer
     if name == "ref":
         rows = trainer.micro_forward_batch_size_per_gpu
-        return scoring_settings(trainer.ref.deepspeed_config, micro_batch_size=rows, bf16=trainer.bf16)
+        return build_scoring_settings(trainer.ref.deepspeed_config, micro_batch_size=rows, bf16=trainer.bf16)
     model = trainer.critic if name == "critic" else trainer.policy
-    return training_settings(
+    return build_training_settings(
         model.deepspeed_config,
         micro_batch_size=trainer.micro_train_batch_size_per_gpu,
         max_norm=model.optimizer_config.max_grad_norm,
@@ -84,7 +84,9 @@ def settings_of_model(cfg: SkyRLConfig, name: str) -> JsonSection:
     )
 
 
-def _precision(autocast: DeepSpeedAutocastConfig, grad_accum_dtype: str | None, *, bf16: bool) -> JsonSection:
+def _build_precision_settings(
+    autocast: DeepSpeedAutocastConfig, grad_accum_dtype: str | None, *, bf16: bool
+) -> JsonSection:
     if not bf16:
         return {}
     if autocast.enabled:
@@ -102,6 +104,6 @@ def _offload(name: str, offload: DeepSpeedOffloadConfig) -> JsonSection:
     return {name: {"device": offload.device, "pin_memory": offload.pin_memory}}
 
 
-def _number(value: object) -> object:
+def _to_integer(value: object) -> object:
     """Convert a number of elements to an int: YAML reads 1e4 as a float, which DeepSpeed rejects."""
     return int(value) if isinstance(value, float) else value

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from skyrl_train.distributed.broadcast import broadcast_buffers
-from skyrl_train.distributed.zero_parameter import is_zero_parameter, whole_shape
+from skyrl_train.distributed.zero_parameter import get_whole_shape, is_zero_parameter
 from skyrl_train.models.weight_files import WeightFiles
 from skyrl_train.training_backends.deepspeed.engine_settings import JsonSection
-from skyrl_train.training_backends.deepspeed.partitions import ZeroInit, ZeroParameter, part_of_zero_parameter
+from skyrl_train.training_backends.deepspeed.partitions import ZeroInit, ZeroParameter, get_zero_part
 
 
 def load_on_ranks(
@@ -38,7 +38,7 @@ def load_on_ranks(
         # Not as a context: the model exists already, and DeepSpeed must not replace tensor constructors.
         init = deepspeed.zero.Init(config_dict_or_path=zero_settings, mem_efficient_linear=False)
     names = {id(parameter): name for name, parameter in transformer.named_parameters()}
-    for places in _parameters_with_places(model):
+    for places in _iter_parameters(model):
         module, name = places[0]
         parameter = module._parameters[name]
         assert parameter is not None
@@ -68,17 +68,17 @@ def read_parameter(files: WeightFiles, name: str, parameter: ZeroParameter) -> N
     if not is_zero_parameter(parameter):
         parameter.data.copy_(files.read(name))
         return
-    part = part_of_zero_parameter(parameter)
+    part = get_zero_part(parameter)
     if part.size == 0:
         return
     # A shard is a range of the flattened parameter, which may start and end within rows.
-    row = max(1, whole_shape(parameter)[1:].numel())
+    row = max(1, get_whole_shape(parameter)[1:].numel())
     start, end = part.offset // row, -(-(part.offset + part.size) // row)
     numbers = files.read(name, start, end).reshape(-1).narrow(0, part.offset - start * row, part.size)
-    part.of(parameter.ds_tensor.data).copy_(numbers)
+    part.get_from_flat(parameter.ds_tensor.data).copy_(numbers)
 
 
-def _parameters_with_places(model: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
+def _iter_parameters(model: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
     """Yield each parameter with its (module, name) locations: several if it is tied. In the same order on every
     rank."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}

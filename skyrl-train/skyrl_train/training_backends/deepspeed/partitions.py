@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from skyrl_train.distributed.zero_parameter import is_zero_parameter, whole_shape
+from skyrl_train.distributed.zero_parameter import get_whole_shape, is_zero_parameter
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -37,16 +37,16 @@ class Part:
 
     size: int
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
+    def get_from_flat(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the part of a flat tensor, as a view."""
         return flat.view(-1).narrow(0, self.start, self.size)
 
-    def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
+    def get_from_whole(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the part of a whole parameter."""
         return whole.reshape(-1).narrow(0, self.offset, self.size)
 
 
-def flat_weights_of(engine: Engine, parameter: torch.Tensor) -> torch.Tensor:
+def get_flat_weights(engine: Engine, parameter: torch.Tensor) -> torch.Tensor:
     """Return the float32 tensor of this rank that the optimizer updates for a trained parameter; it may contain no part
     of it. Stage 0 updates the parameter itself."""
     if is_zero_parameter(parameter):
@@ -58,12 +58,12 @@ def flat_weights_of(engine: Engine, parameter: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
-def part_in_optimizer(engine: Engine, parameter: torch.Tensor) -> Part | None:
+def find_part_in_optimizer(engine: Engine, parameter: torch.Tensor) -> Part | None:
     """Return the location of a trained parameter in the flat tensors of this rank; None if it has no part of it."""
     if is_zero_parameter(parameter):
         optimizer = engine.optimizer
         _, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        own = part_of_zero_parameter(parameter)
+        own = get_zero_part(parameter)
         return Part(start, own.offset, own.size) if own.size else None
     if not hasattr(parameter, "_hp_mapping"):
         return Part(0, 0, parameter.numel())
@@ -71,13 +71,13 @@ def part_in_optimizer(engine: Engine, parameter: torch.Tensor) -> Part | None:
     if hasattr(optimizer, "round_robin_bit16_offsets"):
         # `_hp_mapping` has the order of the model, even if `round_robin_gradients` stores parameters in another order.
         index = optimizer.round_robin_bit16_indices[0][parameter.param_idx_in_group]  # type: ignore[attr-defined]
-        return _overlap(optimizer.round_robin_bit16_offsets[0][index], parameter.numel(), engine)
+        return _compute_overlap(optimizer.round_robin_bit16_offsets[0][index], parameter.numel(), engine)
     if mapping is None:
         return None
     return Part(mapping.hp_fragment_address.start, mapping.lp_fragment_address.start, mapping.hp_fragment.numel())
 
 
-def _overlap(first: int, size: int, engine: Engine) -> Part | None:
+def _compute_overlap(first: int, size: int, engine: Engine) -> Part | None:
     """Return the overlap of a parameter of `size` elements, starting at `first` of all sharded elements, with this
     rank's shard.
     """
@@ -87,12 +87,12 @@ def _overlap(first: int, size: int, engine: Engine) -> Part | None:
     return Part(start - own_first, start - first, end - start) if start < end else None
 
 
-def held_by_rank(parameter: ZeroParameter) -> torch.Tensor:
+def get_local_tensor(parameter: ZeroParameter) -> torch.Tensor:
     """Return the tensor that holds this rank's shard of a parameter, or all of it."""
     return parameter.ds_tensor if is_zero_parameter(parameter) else parameter
 
 
-def part_of_zero_parameter(parameter: ZeroParameter) -> Part:
+def get_zero_part(parameter: ZeroParameter) -> Part:
     """Return the part of a stage-3 parameter in this rank's `ds_tensor`, without the padding at its end."""
     size = parameter.ds_tensor.numel()
     offset = min(parameter.ds_numel, parameter.ds_zero_partition_rank * size)
@@ -103,16 +103,16 @@ def gather_from_parts(
     flat: torch.Tensor, part: Part | None, parameter: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
     """Gather a parameter from the parts in the ranks' flat tensors, on the device. A collective."""
-    whole = torch.zeros(whole_shape(parameter), dtype=flat.dtype, device=device)
+    whole = torch.zeros(get_whole_shape(parameter), dtype=flat.dtype, device=device)
     if part is not None:
-        part.of_whole(whole).copy_(part.of(flat))
+        part.get_from_whole(whole).copy_(part.get_from_flat(flat))
     if is_zero_parameter(parameter) or hasattr(parameter, "_hp_mapping"):
         # Parts do not overlap: each element is a sum of itself and zeros, exact in any order.
         dist.all_reduce(whole)
     return whole
 
 
-def learns(engine: Engine) -> bool:
+def is_trained(engine: Engine) -> bool:
     """Return whether the engine exists and has an optimizer."""
     return getattr(engine, "basic_optimizer", None) is not None
 
@@ -125,14 +125,14 @@ def write_parameter(engine: Engine, parameter: ZeroParameter, whole: torch.Tenso
         engine: None for a model without one.
     """
     if is_zero_parameter(parameter):
-        part = part_of_zero_parameter(parameter)
-        part.of(parameter.ds_tensor.data).copy_(part.of_whole(whole))
+        part = get_zero_part(parameter)
+        part.get_from_flat(parameter.ds_tensor.data).copy_(part.get_from_whole(whole))
     else:
         parameter.data.copy_(whole)
-    if learns(engine) and parameter.requires_grad:
-        flat, part = flat_weights_of(engine, parameter), part_in_optimizer(engine, parameter)
+    if is_trained(engine) and parameter.requires_grad:
+        flat, part = get_flat_weights(engine, parameter), find_part_in_optimizer(engine, parameter)
         if part is not None and flat is not parameter:
-            part.of(flat.data).copy_(part.of_whole(whole))
+            part.get_from_flat(flat.data).copy_(part.get_from_whole(whole))
 
 
 def free_gathered_parameters(engine: Engine) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from skyrl_train.distributed.zero_parameter import whole_shape
+from skyrl_train.distributed.zero_parameter import get_whole_shape
 from skyrl_train.models.build import iter_trained_parameters
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
@@ -12,10 +12,10 @@ from skyrl_train.training_backends.checkpoint import StateFiles
 from skyrl_train.training_backends.deepspeed.partitions import (
     MOMENTS,
     Engine,
-    flat_weights_of,
+    find_part_in_optimizer,
     free_gathered_parameters,
     gather_from_parts,
-    part_in_optimizer,
+    get_flat_weights,
     write_parameter,
 )
 
@@ -25,7 +25,7 @@ def gather_training_state(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Implement `TrainingBackend.training_state`. A collective."""
     for name, parameter in iter_trained_parameters(model):
-        flat, part = flat_weights_of(engine, parameter), part_in_optimizer(engine, parameter)
+        flat, part = get_flat_weights(engine, parameter), find_part_in_optimizer(engine, parameter)
         yield name, gather_from_parts(flat.detach(), part, parameter, device)
         # Either all ranks have stepped, or none.
         if state := engine.basic_optimizer.state.get(flat):
@@ -36,7 +36,7 @@ def gather_training_state(
 
 @torch.no_grad()
 def load_training_state(engine: Engine, model: ScoringModel | ValueModel, files: StateFiles) -> None:
-    """Load weights and moments of a checkpoint, of which each rank takes its shard.
+    """Load this rank's shard of the weights and moments of a checkpoint.
 
     A flat tensor has a single step count: the largest of its parameters. (Under FSDP2 a parameter without a gradient in
     its first steps counts fewer.)
@@ -45,24 +45,24 @@ def load_training_state(engine: Engine, model: ScoringModel | ValueModel, files:
     states = engine.basic_optimizer.state
     steps: dict[torch.Tensor, torch.Tensor] = {}
     for name, parameter in iter_trained_parameters(model):
-        shape = whole_shape(parameter)
+        shape = get_whole_shape(parameter)
         write_parameter(engine, parameter, files.read(name, shape))
-        flat, part = flat_weights_of(engine, parameter), part_in_optimizer(engine, parameter)
+        flat, part = get_flat_weights(engine, parameter), find_part_in_optimizer(engine, parameter)
         if f"{name}/step" in files:
             step = files.read(f"{name}/step")
             steps[flat] = torch.maximum(steps.get(flat, step), step)
             if not states.get(flat):
-                states[flat] = _new_state(engine.basic_optimizer, flat)
+                states[flat] = _build_state(engine.basic_optimizer, flat)
             for moment in MOMENTS:
                 whole = files.read(f"{name}/{moment}", shape)
                 if part is not None:
-                    part.of(states[flat][moment]).copy_(part.of_whole(whole))
+                    part.get_from_flat(states[flat][moment]).copy_(part.get_from_whole(whole))
     for flat, step in steps.items():
         states[flat]["step"].copy_(step)
     for flat in set(states) - set(steps):
         del states[flat]
 
 
-def _new_state(optimizer: torch.optim.Optimizer, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+def _build_state(optimizer: torch.optim.Optimizer, flat: torch.Tensor) -> dict[str, torch.Tensor]:
     place = flat.device if optimizer.defaults["fused"] else "cpu"  # where torch's AdamW needs it
     return {"step": torch.zeros((), device=place), **{moment: torch.zeros_like(flat) for moment in MOMENTS}}

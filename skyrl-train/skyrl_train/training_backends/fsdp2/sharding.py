@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from skyrl_train.config import FSDPConfig
 from skyrl_train.distributed.broadcast import broadcast_buffers
-from skyrl_train.distributed.sharded_tensor import copy_into, gather_full_tensor, rows_of
+from skyrl_train.distributed.sharded_tensor import copy_into, gather_full_tensor, get_row_range
 from skyrl_train.models.build import get_transformer
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
@@ -36,7 +36,7 @@ def cast_frozen_parameters(model: ScoringModel | ValueModel, *, is_trained: bool
 
     Args:
         model: before sharding; also on the meta device.
-        is_trained: False for a model that is only evaluated, whose parameters all count as frozen.
+        is_trained: False for a model that is only evaluated: all its parameters count as frozen.
     """
     planned = plan_dtypes(get_transformer(model), torch.bfloat16)
     for name, parameter in get_transformer(model).named_parameters():
@@ -75,7 +75,7 @@ def shard_model(
     for module, cast_inside in reversed(in_float32):  # inner modules first
         for cast in cast_inside:
             if not isinstance(cast, FSDPModule):
-                cast.register_forward_hook(_copy_of_view)  # before FSDP's hook, which looks for gradients in the output
+                cast.register_forward_hook(_copy_view)  # before FSDP's hook, which looks for gradients in the output
                 shard(cast, mp_policy=precision)
         shard(module, mp_policy=replace(precision, param_dtype=None))
     for block in get_transformer_blocks(model):
@@ -93,7 +93,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _copy_of_view(module: nn.Module, inputs: Any, output: Any) -> Any:
+def _copy_view(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Return the output, or a copy if it is a view (such as of a linear layer with bias): FSDP2 loses gradients of a
     view that is changed in place."""
     return output.clone() if isinstance(output, torch.Tensor) and output._base is not None else output
@@ -114,7 +114,7 @@ def load_whole_state(model: nn.Module, whole: dict[str, Any], config: FSDPConfig
     broadcast_buffers(model, device)
 
 
-def values_beside_files(model: nn.Module) -> dict[str, torch.Tensor]:
+def get_non_file_values(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return by name all values not on the meta device, for `load_from_files`: buffers, adapters, a critic's head.
     Before sharding."""
     named = chain(model.named_parameters(), model.named_buffers())
@@ -148,7 +148,7 @@ def load_from_files(
             copy_into(parameter, whole)
         else:
             shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            shard.copy_(files.read(names[id(parameter)], *rows_of(parameter)))
+            shard.copy_(files.read(names[id(parameter)], *get_row_range(parameter)))
     for name in [name for name, _ in model.named_buffers()]:
         module_name, _, buffer_name = name.rpartition(".")
         setattr(model.get_submodule(module_name), buffer_name, values[name])

@@ -28,7 +28,7 @@ def gather_training_state(
 
 @torch.no_grad()
 def load_training_state(model: ScoringModel | ValueModel, optimizer: torch.optim.Optimizer, files: StateFiles) -> None:
-    """Load weights and moments of a checkpoint, of which each rank takes its shard."""
+    """Load this rank's shard of the weights and moments of a checkpoint."""
     optimizer.state.clear()
     for name, parameter in iter_trained_parameters(model):
         copy_into(parameter, files.read(name, parameter.shape))

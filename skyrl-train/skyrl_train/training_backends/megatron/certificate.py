@@ -13,7 +13,7 @@ import torch.distributed as dist
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.build import get_transformer
 from skyrl_train.models.value_model import ValueModel
-from skyrl_train.training_backends.megatron.loading import WholeModel, whole_weights
+from skyrl_train.training_backends.megatron.loading import WholeModel, get_whole_weights
 from skyrl_train.training_batch import TrainingInputBatch
 
 LENGTHS = ((4, 6), (1, 3), (5, 1))
@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 0.3}
 """Largest accepted difference of scores by compute dtype: absolute up to 1, relative above."""
 
 
-def certify(
+def verify_model(
     path: str,
     whole: WholeModel | None,
     gathered: Iterable[tuple[str, torch.Tensor]],
@@ -48,19 +48,19 @@ def certify(
     Raises:
         ConfigError: the models differ; the same error on every rank.
     """
-    number, problem = check_weights(gathered, None if whole is None else whole_weights(whole), held)
-    sequences, mask, num_response = trial(num_words)
+    number, problem = check_weights(gathered, None if whole is None else get_whole_weights(whole), held)
+    sequences, mask, num_response = build_trial(num_words)
     batch = TrainingInputBatch(sequences=sequences, attention_mask=mask, metadata={"response_length": num_response})
     got = score(batch)
     difference = 0.0
     if whole is not None:
-        expected = expected_scores(whole)
+        expected = compute_expected_scores(whole)
         difference = float(((got - expected).abs() / expected.abs().clamp(min=1)).max())
     # Broadcast rank 0's result, or the others would continue training while it stops.
     found = [(number, problem, difference, "values" if isinstance(whole, ValueModel) else "log-probs")]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(found, 0)
-    return verdict(*found[0], computed, path)
+    return report_verification(*found[0], computed, path)
 
 
 def check_weights(
@@ -85,7 +85,7 @@ def check_weights(
             problem = f"{name} is no weight of the transformers model"
             continue
         expected = original[name].to(dtype).float()
-        problem = _difference(name, expected, tensor.cpu().float())
+        problem = _describe_difference(name, expected, tensor.cpu().float())
     if original is not None and problem is None:
         lost = [name for name in original if name not in names]
         if lost:
@@ -93,7 +93,7 @@ def check_weights(
     return len(names), problem
 
 
-def _difference(name: str, expected: torch.Tensor, got: torch.Tensor) -> str | None:
+def _describe_difference(name: str, expected: torch.Tensor, got: torch.Tensor) -> str | None:
     if expected.shape != got.shape:
         return f"{name} has the shape {tuple(got.shape)}, not {tuple(expected.shape)}"
     wrong = int((expected != got).sum())
@@ -102,7 +102,7 @@ def _difference(name: str, expected: torch.Tensor, got: torch.Tensor) -> str | N
     return None
 
 
-def trial(num_words: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+def build_trial(num_words: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Build random sequences [B, T], their mask, padded like a training batch, and R."""
     num_prompt, num_response = (max(lengths) for lengths in zip(*LENGTHS, strict=True))
     draw = torch.Generator().manual_seed(0)
@@ -113,11 +113,11 @@ def trial(num_words: int) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 @torch.no_grad()
-def expected_scores(model: WholeModel) -> torch.Tensor:
+def compute_expected_scores(model: WholeModel) -> torch.Tensor:
     """Score the trial with a transformers model's own forward and eager attention, row by row: [B, R], 0 at padding."""
     transformer: Any = get_transformer(model)
     transformer.set_attn_implementation("eager")
-    sequences, mask, num_response = trial(transformer.config.vocab_size)
+    sequences, mask, num_response = build_trial(transformer.config.vocab_size)
     expected = torch.zeros(len(sequences), num_response)
     for row, (num_prompt, length) in enumerate(LENGTHS):
         ids = sequences[row][mask[row].bool()]
@@ -131,7 +131,7 @@ def expected_scores(model: WholeModel) -> torch.Tensor:
     return expected
 
 
-def verdict(
+def report_verification(
     num_weights: int, problem: str | None, difference: float, scores: str, dtype: torch.dtype, path: str
 ) -> str:
     """Return the log line, or raise ConfigError.

@@ -106,26 +106,26 @@ def install() -> None:
             if plain is not None:
                 setattr(module, key, plain)
     # Token counts of experts are copied from the device to host lists; here they are on the host already.
-    token_dispatcher.maybe_move_tensor_to_cpu = _as_on_the_host
+    token_dispatcher.maybe_move_tensor_to_cpu = _copy_to_host
     # Recomputation saves and restores the device's random state; nothing here draws from it.
     parallel_random._get_cuda_rng_state = lambda *_args, **_options: torch.empty(0, dtype=torch.uint8)
     parallel_random._set_cuda_rng_state = lambda *_args, **_options: None
 
 
-def _as_on_the_host(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _copy_to_host(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return value.numpy() if as_numpy and torch.is_tensor(value) else value
 
 
 @contextmanager
-def tensors_as_on_a_gpu() -> Iterator[None]:
+def emulate_gpu_tensors() -> Iterator[None]:
     """Make CPU tensors report GPU type names ("torch.cuda.FloatTensor"), and ignore moves to a GPU."""
     type_of, cuda = torch.Tensor.type, torch.Tensor.cuda
 
-    def named(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def get_type_name(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         answer = type_of(tensor, *args, **options)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
-    torch.Tensor.type = named  # type: ignore[method-assign]
+    torch.Tensor.type = get_type_name  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda tensor, *_args, **_options: tensor  # type: ignore[method-assign, assignment]
     try:
         yield

@@ -30,7 +30,7 @@ FAMILIES = {
 }
 
 
-def family_of(config: Any) -> Family:
+def get_family(config: Any) -> Family:
     """Return the family of a transformers config.
 
     Raises:

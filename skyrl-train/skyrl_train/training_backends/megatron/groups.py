@@ -12,7 +12,7 @@ _groups: tuple[object, ParallelSizes] | None = None
 """The default process group and the layout for which megatron-core's groups were created."""
 
 
-def make_groups(layout: ParallelSizes, timeout_minutes: float, seed: int) -> None:
+def setup_groups(layout: ParallelSizes, timeout_minutes: float, seed: int) -> None:
     """Create the process groups of a layout. A collective. Models in one process share them, so they must share a
     layout.
 
@@ -45,25 +45,25 @@ def make_groups(layout: ParallelSizes, timeout_minutes: float, seed: int) -> Non
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def tensor_group() -> dist.ProcessGroup:
+def get_tensor_group() -> dist.ProcessGroup:
     """Return the group of ranks that shard the dense layers of a stage."""
     return _group(parallel_state.get_tensor_model_parallel_group())
 
 
-def slice_of_rank(values: torch.Tensor) -> torch.Tensor:
+def select_rank_slice(values: torch.Tensor) -> torch.Tensor:
     """Return the values [n, ...] of this rank's tokens between layers, from [N, ...]: tensor-parallel ranks have
     consecutive slices."""
-    group = tensor_group()
+    group = get_tensor_group()
     return values.chunk(group.size())[group.rank()]
 
 
-def expert_group() -> dist.ProcessGroup:
+def get_expert_group() -> dist.ProcessGroup:
     """Return the group of ranks that shard the experts of a stage, ordered by expert rank and then by expert-tensor
     rank."""
     return _group(parallel_state.get_expert_tensor_and_model_parallel_group())
 
 
-def stage_group() -> dist.ProcessGroup:
+def get_stage_group() -> dist.ProcessGroup:
     """Return the group of ranks of a replica with one rank per stage."""
     return _group(parallel_state.get_pipeline_model_parallel_group())
 

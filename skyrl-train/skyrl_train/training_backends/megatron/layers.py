@@ -87,7 +87,7 @@ class PackedAttention(nn.Module):
         return answer[0].flatten(1)
 
 
-def block_spec(config: TransformerConfig, first_layer: int, num_layers: int) -> TransformerBlockSubmodules:
+def build_block_spec(config: TransformerConfig, first_layer: int, num_layers: int) -> TransformerBlockSubmodules:
     """Build the specification of the layers of one pipeline stage, including the norm after the last one.
 
     Args:
@@ -95,15 +95,15 @@ def block_spec(config: TransformerConfig, first_layer: int, num_layers: int) -> 
     """
     frequency = config.moe_layer_freq
     sparse = frequency if isinstance(frequency, list) else [int(config.num_moe_experts is not None)] * config.num_layers
-    specs = [_layer_spec(config, bool(sparse[layer])) for layer in range(first_layer, first_layer + num_layers)]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_any(RMSNorm))
+    specs = [_build_layer_spec(config, bool(sparse[layer])) for layer in range(first_layer, first_layer + num_layers)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_to_any(RMSNorm))
 
 
-def _layer_spec(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
+def _build_layer_spec(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
-        core_attention=_any(PackedAttention),
+        core_attention=_to_any(PackedAttention),
         linear_proj=RowParallelLinear,
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
@@ -121,14 +121,14 @@ def _layer_spec(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
         self_attention=ModuleSpec(
             module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
         ),
-        self_attn_bda=_any(get_bias_dropout_add),
+        self_attn_bda=_to_any(get_bias_dropout_add),
         pre_mlp_layernorm=RMSNorm,
         mlp=mlp,
-        mlp_bda=_any(get_bias_dropout_add),
+        mlp_bda=_to_any(get_bias_dropout_add),
     )
     return ModuleSpec(module=TransformerLayer, submodules=layer)
 
 
-def _any(part: Any) -> Any:
+def _to_any(part: Any) -> Any:
     """Widen a type: megatron-core accepts classes and functions where its annotations require specifications."""
     return part

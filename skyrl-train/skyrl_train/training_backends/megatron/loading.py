@@ -30,7 +30,7 @@ def build_whole(cfg: SkyRLConfig, name: ModelName, path: str, *, with_weights: b
     return model
 
 
-def whole_weights(model: WholeModel) -> dict[str, torch.Tensor]:
+def get_whole_weights(model: WholeModel) -> dict[str, torch.Tensor]:
     """Return the weights of a model under the names of `gather_parameters`."""
     weights: dict[str, torch.Tensor] = dict(get_transformer(model).named_parameters())
     if isinstance(model, ValueModel):

@@ -17,9 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
-from skyrl_train.training_backends.megatron.groups import slice_of_rank, tensor_group
-from skyrl_train.training_backends.megatron.layers import block_spec
-from skyrl_train.training_backends.megatron.layout import ParallelSizes, padded_vocabulary
+from skyrl_train.training_backends.megatron.groups import get_tensor_group, select_rank_slice
+from skyrl_train.training_backends.megatron.layers import build_block_spec
+from skyrl_train.training_backends.megatron.layout import ParallelSizes, compute_padded_vocabulary
 from skyrl_train.training_backends.megatron.vocabulary_parallel import WordShard
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -37,7 +37,7 @@ class HiddenStatesModel(GPTModel):
     def _postprocess(self, hidden_states: torch.Tensor, *_args: object, **_options: object) -> torch.Tensor:
         return hidden_states
 
-    def output_weight(self) -> torch.Tensor:
+    def get_output_weight(self) -> torch.Tensor:
         """Return this rank's rows of the output layer, on the last stage."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
@@ -62,11 +62,11 @@ def build_stage(
         padding_id: `padding_idx` of that model's embedding.
         is_critic: the last stage ends with a value head.
     """
-    first_layer, num_layers = stage_layers(config)
+    first_layer, num_layers = get_stage_layers(config)
     stage = HiddenStatesModel(
         config,
-        block_spec(config, first_layer, num_layers),  # type: ignore[arg-type]
-        vocab_size=padded_vocabulary(model.vocab_size, layout.tensor),
+        build_block_spec(config, first_layer, num_layers),  # type: ignore[arg-type]
+        vocab_size=compute_padded_vocabulary(model.vocab_size, layout.tensor),
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -93,7 +93,7 @@ def _drop_input_gradient(stage: HiddenStatesModel, token: int) -> None:
     def mask_gradient(_module: nn.Module, _args: Any, kwargs: dict[str, Any], states: torch.Tensor) -> None:
         if states.requires_grad:
             is_token = (kwargs["input_ids"] == token).transpose(0, 1)  # [N, 1], as states are [n, 1, H]
-            own = slice_of_rank(is_token)[..., None]
+            own = select_rank_slice(is_token)[..., None]
             states.register_hook(lambda gradient: gradient.masked_fill(own, 0.0))
 
     stage.embedding.register_forward_hook(mask_gradient, with_kwargs=True)
@@ -109,15 +109,15 @@ def _mark_shards(stage: nn.Module) -> None:
                 set_tensor_model_parallel_attributes(module.weight, True, dimension, 1)
 
 
-def stage_layers(config: TransformerConfig, stage: int | None = None) -> tuple[int, int]:
+def get_stage_layers(config: TransformerConfig, stage: int | None = None) -> tuple[int, int]:
     """Return the number of the first layer of a pipeline stage (None: this rank's) and its number of layers, as
     megatron-core counts them."""
     return get_transformer_layer_offset(config, pp_rank=stage), get_num_layers_to_build(config, pp_rank=stage)
 
 
-def word_shard(model: Any, layout: ParallelSizes) -> WordShard:
+def get_word_shard(model: Any, layout: ParallelSizes) -> WordShard:
     """Return the part of the vocabulary that this rank holds."""
-    size = padded_vocabulary(model.vocab_size, layout.tensor) // layout.tensor
+    size = compute_padded_vocabulary(model.vocab_size, layout.tensor) // layout.tensor
     first = parallel_state.get_tensor_model_parallel_rank() * size
-    group = tensor_group()
+    group = get_tensor_group()
     return WordShard(group, first, max(0, min(size, model.vocab_size - first)))

@@ -12,11 +12,11 @@ from torch import nn
 
 from skyrl_train.config import OptimizerConfig
 from skyrl_train.config.megatron import MegatronConfig
-from skyrl_train.training_backends.megatron.optimizer_shards import OptimizerShards, parts_of
+from skyrl_train.training_backends.megatron.optimizer_shards import OptimizerShards, iter_optimizers
 
 
 class StageOptimizer:
-    """AdamW of megatron-core, whose state and float32 weights are sharded over data-parallel ranks. Construction is a
+    """AdamW of megatron-core, with state and float32 weights sharded over data-parallel ranks. Construction is a
     collective.
 
     Args:
@@ -38,8 +38,8 @@ class StageOptimizer:
             for name, parameter in stage.named_parameters():
                 if name.endswith("mlp.router.weight"):
                     parameter.requires_grad = False
-        self.model = DistributedDataParallel(config, ddp_config(settings.ddp_config, device), stage)
-        self._optimizer = _new_adamw(self.model, optimizer_config, bf16=bf16)
+        self.model = DistributedDataParallel(config, build_ddp_config(settings.ddp_config, device), stage)
+        self._optimizer = _build_adamw(self.model, optimizer_config, bf16=bf16)
         self._max_norm = optimizer_config.max_grad_norm
         self.shards = OptimizerShards(self.model, self._optimizer)
 
@@ -66,7 +66,7 @@ class StageOptimizer:
         """Clip the gradients of the step to the maximum norm, as torch's `clip_grad_norm_` does."""
         factor = self._max_norm / (norm + 1e-6)
         if factor < 1:
-            for part in parts_of(self._optimizer):
+            for part in iter_optimizers(self._optimizer):
                 for group in part.param_groups:
                     for shard in group["params"]:
                         if shard.grad is not None:
@@ -87,11 +87,11 @@ class StageOptimizer:
 
     @property
     def _buffers(self) -> list[Any]:
-        """Flat buffers of weights and gradients, of which these are views."""
+        """Flat buffers underlying weights and gradients."""
         return [*self.model.buffers, *self.model.expert_parallel_buffers]  # type: ignore[misc]
 
 
-def _new_adamw(model: DistributedDataParallel, config: OptimizerConfig, *, bf16: bool) -> ChainedOptimizer:
+def _build_adamw(model: DistributedDataParallel, config: OptimizerConfig, *, bf16: bool) -> ChainedOptimizer:
     # Weight decay applies to all trained weights, as with FSDP2.
     beta1, beta2 = config.adam_betas
     settings = MegatronOptimizerConfig(
@@ -112,7 +112,7 @@ def _new_adamw(model: DistributedDataParallel, config: OptimizerConfig, *, bf16:
     return optimizer
 
 
-def ddp_config(settings: Any, device: torch.device) -> DistributedDataParallelConfig:
+def build_ddp_config(settings: Any, device: torch.device) -> DistributedDataParallelConfig:
     """Build the gradient-reduction settings from `megatron_config.ddp_config`."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=settings.grad_reduce_in_fp32,

@@ -1,6 +1,6 @@
 """Optimizer tensors of megatron-core's distributed optimizer, sharded over data-parallel ranks.
 
-Shapes: a weight of the rank's stage has n elements, of which this rank owns `start` to `end`.
+Shapes: a weight of the rank's stage has n elements; this rank owns `start` to `end`.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class OptimizerShards:
     def __init__(self, model: DistributedDataParallel, optimizer: ChainedOptimizer):
         self.model, self.optimizer = model, optimizer
         self._part_of: dict[nn.Parameter, Any] = {}
-        for part in parts_of(optimizer):
+        for part in iter_optimizers(optimizer):
             for group in part.opt_group_ranges:
                 self._part_of |= {parameter: part for parameter in group["params"]}
 
@@ -34,7 +34,7 @@ class OptimizerShards:
         ranks.
         """
         whole = torch.zeros(parameter.numel(), device=parameter.device)
-        start, own = self._own(parameter, kind)
+        start, own = self._get_own(parameter, kind)
         if own is not None:
             whole[start : start + own.numel()] = own.detach().to(whole.device)
         group = self._group(parameter)
@@ -43,10 +43,12 @@ class OptimizerShards:
             dist.all_reduce(whole.view(torch.int32), group=group)
         return whole.view(parameter.shape)
 
-    def num_steps(self) -> int:
+    def count_steps(self) -> int:
         """Return the number of optimizer steps. A collective: a rank may own no weight."""
         own = [
-            int(state.get("step", 0)) for part in parts_of(self.optimizer) for state in part.optimizer.state.values()
+            int(state.get("step", 0))
+            for part in iter_optimizers(self.optimizer)
+            for state in part.optimizer.state.values()
         ]
         most = torch.tensor(max(own, default=0), device=next(self.model.parameters()).device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -54,7 +56,7 @@ class OptimizerShards:
 
     def move(self, device: torch.device) -> None:
         """Move the optimizer tensors to a device. (Float32 weights used by the model are not copied.)"""
-        for part in parts_of(self.optimizer):
+        for part in iter_optimizers(self.optimizer):
             for group in part.shard_fp32_from_float16_groups:
                 for shard in group:
                     shard.data = shard.data.to(device)
@@ -63,9 +65,9 @@ class OptimizerShards:
                     if value.dim() > 0:  # step counts stay where the optimizer needs them
                         state[name] = value.to(device)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Delete all moments."""
-        for part in parts_of(self.optimizer):
+        for part in iter_optimizers(self.optimizer):
             part.optimizer.state.clear()
 
     @torch.no_grad()
@@ -79,7 +81,7 @@ class OptimizerShards:
         """
         if kind == "weight":
             parameter.copy_(whole)
-        start, own = self._own(parameter, kind, make=True)
+        start, own = self._get_own(parameter, kind, make=True)
         if own is not None:
             own.copy_(whole.reshape(-1)[start : start + own.numel()])
         if step is not None and own is not None:
@@ -87,7 +89,7 @@ class OptimizerShards:
             shard = part._get_main_param_and_optimizer_states(parameter)["param"]
             part.optimizer.state[shard]["step"] = step.clone()
 
-    def _own(self, parameter: nn.Parameter, kind: Kind, make: bool = False) -> tuple[int, torch.Tensor | None]:
+    def _get_own(self, parameter: nn.Parameter, kind: Kind, make: bool = False) -> tuple[int, torch.Tensor | None]:
         """Return the start of this rank's part of a tensor, and the part; None if it owns none, or none yet."""
         part = self._part_of.get(parameter)
         if part is None:
@@ -107,6 +109,6 @@ class OptimizerShards:
         return self.model.dp_cp_group if getattr(parameter, "allreduce", True) else self.model.expt_dp_group
 
 
-def parts_of(optimizer: ChainedOptimizer) -> Iterator[Any]:
+def iter_optimizers(optimizer: ChainedOptimizer) -> Iterator[Any]:
     """Yield the optimizers of dense weights and of experts, if a rank has any."""
     return (part for part in optimizer.chained_optimizers if not part.is_stub_optimizer)  # type: ignore[attr-defined]

@@ -25,11 +25,11 @@ from skyrl_train.expert_routes import no_route, route_dtype
 from skyrl_train.models.packing import Layout, pack_rows
 from skyrl_train.models.routing_replay import RoutingPass
 from skyrl_train.training_backends.base import MetricSums, Objective, Scores
-from skyrl_train.training_backends.megatron.groups import slice_of_rank, stage_group
+from skyrl_train.training_backends.megatron.groups import get_stage_group, select_rank_slice
 from skyrl_train.training_backends.megatron.layers import RowsInfo
 from skyrl_train.training_backends.megatron.model import HiddenStatesModel
 from skyrl_train.training_backends.megatron.routers import StageRouters, gather_routes
-from skyrl_train.training_backends.megatron.vocabulary_parallel import WordShard, token_log_probs
+from skyrl_train.training_backends.megatron.vocabulary_parallel import WordShard, compute_token_log_probs
 from skyrl_train.training_batch import TrainingInputBatch
 
 Part = tuple[TrainingInputBatch, bool]
@@ -52,7 +52,7 @@ class Pipeline:
         rotary: computes cosines and sines from positions, as in the transformers model.
         words: vocabulary shard of this rank.
         routers: hooks on the routers of a mixture of experts, or None.
-        chunk_size: tokens whose logits are in memory at the same time.
+        chunk_size: tokens per chunk of logits.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class Pipeline:
         parts = [(micro, False) for micro in micro_batches]
         found = self._run(step, parts, forward_only=True)
         outputs = from_last_stage([scored.scores.output.cpu() for scored in found])
-        routes = self._arrange_routes(recorded, parts) if record_routes else [None] * len(parts)
+        routes = self._collect_routes(recorded, parts) if record_routes else [None] * len(parts)
         return [Scores(output, routes=each) for output, each in zip(outputs, routes, strict=True)]
 
-    def _arrange_routes(
+    def _collect_routes(
         self, recorded: Sequence[tuple[Layout, RoutingPass]], parts: Sequence[Part]
     ) -> list[torch.Tensor]:
         """Return the routes of each micro-batch, [b, T, L, k]. A collective."""
@@ -145,17 +145,17 @@ class Pipeline:
         recorded: list[tuple[Layout, RoutingPass]] | None = None,
     ) -> tuple[torch.Tensor, Any]:
         micro, is_counted = next(micro_batches)
-        layout = self._lay_out(micro)
-        routing = RoutingPass() if recorded is not None else self._replayed(micro, layout)
+        layout = self._build_layout(micro)
+        routing = RoutingPass() if recorded is not None else self._get_replayed_routes(micro, layout)
         if recorded is not None and routing is not None:
             recorded.append((layout, routing))
-        with nullcontext() if self.routers is None or not is_counted else self.routers.listen(layout.real):
+        with nullcontext() if self.routers is None or not is_counted else self.routers.collect(layout.real):
             hidden = self.run_stage(model, layout, routing)
         return hidden, partial(
-            self._loss, layout=layout, micro=micro, temperature=temperature, objective=objective, factor=factor
+            self._compute_loss, layout=layout, micro=micro, temperature=temperature, objective=objective, factor=factor
         )
 
-    def _lay_out(self, micro: TrainingInputBatch) -> Layout:
+    def _build_layout(self, micro: TrainingInputBatch) -> Layout:
         """Pack the rows, to a number of tokens that the tensor-parallel ranks divide."""
         return pack_rows(
             micro.tensor("sequences").to(self.device),
@@ -164,14 +164,14 @@ class Pipeline:
             multiple_of=self.config.tensor_model_parallel_size,
         )
 
-    def _replayed(self, micro: TrainingInputBatch, layout: Layout) -> RoutingPass | None:
+    def _get_replayed_routes(self, micro: TrainingInputBatch, layout: Layout) -> RoutingPass | None:
         """Return the replayed routes of a micro-batch for this rank's tokens, or None."""
         routes = micro.get("expert_routes")
         if routes is None:
             return None
         assert self.routers is not None, "a model without experts is refused before"
         self.routers.shape.check(routes)
-        return RoutingPass(slice_of_rank(layout.gather_from_batch(routes.to(self.device), no_route(routes.dtype))))
+        return RoutingPass(select_rank_slice(layout.gather_from_batch(routes.to(self.device), no_route(routes.dtype))))
 
     def run_stage(self, model: nn.Module, layout: Layout, routing: RoutingPass | None = None) -> torch.Tensor:
         """Compute the layers of this stage: hidden states [N, 1, H]."""
@@ -180,7 +180,7 @@ class Pipeline:
         info = RowsInfo(qkv_format="thd", rows=layout.rows, cos=cos, sin=sin, routing=routing)
         return model(layout.input_ids, layout.position_ids, None, packed_seq_params=info)
 
-    def _loss(
+    def _compute_loss(
         self,
         hidden: torch.Tensor,
         layout: Layout,
@@ -192,7 +192,7 @@ class Pipeline:
     ) -> Any:
         """Score the hidden states of the last stage, and compute the loss if there is an objective."""
         with_entropy = objective is not None and objective.needs_entropy
-        scores = self.scores(hidden, layout, temperature, with_entropy=with_entropy)
+        scores = self.compute_scores(hidden, layout, temperature, with_entropy=with_entropy)
         if objective is None or non_loss_data:
             return Scored(scores, {})
         loss, sums = objective(scores, micro.to(self.device))
@@ -201,15 +201,15 @@ class Pipeline:
 
     def score(self, micro: TrainingInputBatch, temperature: float, *, with_entropy: bool) -> Scores:
         """Score a micro-batch if there is only one stage; gradients flow if enabled."""
-        layout = self._lay_out(micro)
+        layout = self._build_layout(micro)
         self.stage.set_input_tensor(None)  # type: ignore[arg-type]
-        hidden = self.run_stage(self.model, layout, self._replayed(micro, layout))
-        return self.scores(hidden, layout, temperature, with_entropy=with_entropy)
+        hidden = self.run_stage(self.model, layout, self._get_replayed_routes(micro, layout))
+        return self.compute_scores(hidden, layout, temperature, with_entropy=with_entropy)
 
-    def scores(self, hidden: torch.Tensor, layout: Layout, temperature: float, *, with_entropy: bool) -> Scores:
+    def compute_scores(self, hidden: torch.Tensor, layout: Layout, temperature: float, *, with_entropy: bool) -> Scores:
         """Compute log-probs or values of the response tokens, [b, R], from the hidden states of the last stage."""
         if self.stage.value_head is not None:
-            return Scores(self._values(hidden, layout, self.stage.value_head))
+            return Scores(self._compute_values(hidden, layout, self.stage.value_head))
         # Each rank computes the logits of its vocabulary shard from the states of all tokens: partial gradients of
         # these states are summed over ranks in the backward of either function.
         if self.config.sequence_parallel:
@@ -217,9 +217,9 @@ class Pipeline:
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
         states, labels = layout.select_scored(hidden.transpose(0, 1))
-        log_probs, entropy = token_log_probs(
+        log_probs, entropy = compute_token_log_probs(
             states,
-            self.stage.output_weight(),
+            self.stage.get_output_weight(),
             labels,
             self.words,
             temperature=temperature,
@@ -228,7 +228,7 @@ class Pipeline:
         )
         return Scores(layout.scatter_scored(log_probs), None if entropy is None else layout.scatter_scored(entropy))
 
-    def _values(self, hidden: torch.Tensor, layout: Layout, head: nn.Linear) -> torch.Tensor:
+    def _compute_values(self, hidden: torch.Tensor, layout: Layout, head: nn.Linear) -> torch.Tensor:
         # Each rank computes all values and the same loss: it keeps its own slice of the gradient of all states, because
         # a sum over ranks would count it once per rank.
         if self.config.sequence_parallel:
@@ -239,7 +239,7 @@ class Pipeline:
 
 def from_last_stage(value: Any) -> Any:
     """Return the last stage's value on every stage. A collective of the stages of a replica."""
-    group = stage_group()
+    group = get_stage_group()
     if group.size() == 1:
         return value
     values = [value]

@@ -18,7 +18,7 @@ from torch import nn
 
 from skyrl_train.models.experts import RouterStatistics
 from skyrl_train.models.routing_replay import RouterChoice, RoutingPass, RoutingShape
-from skyrl_train.training_backends.megatron.groups import slice_of_rank, stage_group, tensor_group
+from skyrl_train.training_backends.megatron.groups import get_stage_group, get_tensor_group, select_rank_slice
 
 
 class StageRouters:
@@ -44,33 +44,33 @@ class StageRouters:
         places = iter(place for place, layer in enumerate(sparse_layers) if layer >= first_layer)
         for module in stage.modules():
             if isinstance(module, TransformerLayer):
-                module.register_forward_pre_hook(self._enter_layer, with_kwargs=True)
-                module.register_forward_hook(self._leave_layer, always_call=True)
+                module.register_forward_pre_hook(self._on_enter_layer, with_kwargs=True)
+                module.register_forward_hook(self._on_leave_layer, always_call=True)
             if isinstance(module, Router):
-                self._wrap(module, next(places))
+                self._wrap_router(module, next(places))
 
-    def _enter_layer(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    def _on_enter_layer(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         self._routing = kwargs["packed_seq_params"].routing
 
-    def _leave_layer(self, *_: Any) -> None:
+    def _on_leave_layer(self, *_: Any) -> None:
         self._routing = None
 
-    def _wrap(self, router: Any, place: int) -> None:
+    def _wrap_router(self, router: Any, place: int) -> None:
         choose = router.routing
 
-        def routed(logits: torch.Tensor, **options: Any) -> Any:
+        def run_routed(logits: torch.Tensor, **options: Any) -> Any:
             routing = self._routing
             with nullcontext() if routing is None else RouterChoice(routing, place, self.shape):
                 chosen = choose(logits, **options)
             # The backward recomputes layers, outside of `collect`: they must not be counted twice.
             if self._real is not None:
-                self._total += self._statistics(logits.detach(), place, routing)
+                self._total += self._compute_statistics(logits.detach(), place, routing)
             return chosen
 
-        router.routing = routed
+        router.routing = run_routed
 
     @torch.no_grad()
-    def _statistics(self, logits: torch.Tensor, place: int, routing: RoutingPass | None) -> RouterStatistics:
+    def _compute_statistics(self, logits: torch.Tensor, place: int, routing: RoutingPass | None) -> RouterStatistics:
         assert self._real is not None
         probabilities = logits.float().flatten(0, -2).softmax(dim=-1)[self._real]
         found, num_differing = self._zeros.build_zeros(), 0.0
@@ -85,22 +85,22 @@ class StageRouters:
         return replace(found, num_differing=num_differing)
 
     @contextmanager
-    def listen(self, real: torch.Tensor) -> Iterator[None]:
+    def collect(self, real: torch.Tensor) -> Iterator[None]:
         """Count the tokens of the enclosed forward.
 
         Args:
             real: [N] bool, 0 on padding.
         """
-        self._real = slice_of_rank(real)
+        self._real = select_rank_slice(real)
         try:
             yield
         finally:
             # Every stage has seen the tokens: only one counts them.
-            if stage_group().rank() == 0:
+            if get_stage_group().rank() == 0:
                 self._total += replace(self._zeros, num_tokens=int(self._real.sum()))
             self._real = None
 
-    def take(self) -> RouterStatistics:
+    def reset_statistics(self) -> RouterStatistics:
         """Return the sums since the last call, and reset them."""
         total, self._total = self._total, self._zeros
         return total
@@ -110,12 +110,12 @@ def gather_routes(passes: Sequence[RoutingPass]) -> list[torch.Tensor]:
     """Return the routes of each pass, [N, L, k] int64 on the CPU, on every rank of the replica. A collective."""
     # Once for all micro-batches, after the schedule: during it, stages wait for each other's activations.
     own = [{layer: taken.cpu() for layer, taken in each.taken.items()} for each in passes]
-    slices = _all_gather(own, tensor_group())
+    slices = _gather_all(own, get_tensor_group())
     of_stage = [
         {layer: torch.cat([ranks[number][layer] for ranks in slices]) for layer in each}
         for number, each in enumerate(own)
     ]
-    stages = _all_gather(of_stage, stage_group())
+    stages = _gather_all(of_stage, get_stage_group())
     routes = []
     for parts in zip(*stages, strict=True):
         layers = {layer: taken for part in parts for layer, taken in part.items()}
@@ -123,7 +123,7 @@ def gather_routes(passes: Sequence[RoutingPass]) -> list[torch.Tensor]:
     return routes
 
 
-def _all_gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def _gather_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
     if group.size() == 1:
         return [value]
     values = [None] * group.size()

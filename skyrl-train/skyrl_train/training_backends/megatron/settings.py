@@ -11,7 +11,7 @@ from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.megatron import MegatronConfig, MegatronModelConfig
 from skyrl_train.config.typed import find_nearest_name
 from skyrl_train.errors import ConfigError
-from skyrl_train.training_backends.megatron.families import family_of
+from skyrl_train.training_backends.megatron.families import get_family
 from skyrl_train.training_backends.megatron.layout import ModelSizes, ParallelSizes, check_model, check_world
 
 OWN_FIELDS: dict[str, str] = {
@@ -80,7 +80,7 @@ REFUSED_FIELDS: dict[str, str] = {
 """Field of megatron-core's configuration -> reason why it must not be set."""
 
 
-def layout_of(settings: MegatronModelConfig) -> ParallelSizes:
+def get_layout(settings: MegatronModelConfig) -> ParallelSizes:
     """Return the parallel layout in `megatron_config`."""
     tensor = settings.tensor_model_parallel_size
     expert_tensor = settings.expert_tensor_parallel_size
@@ -113,7 +113,7 @@ def check_settings(config: SkyRLConfig) -> None:
 
 
 def _check_section(settings: MegatronModelConfig, section: str, world_size: int) -> None:
-    layout = layout_of(settings)
+    layout = get_layout(settings)
     check_world(layout, world_size, section)
     if layout.context > 1:
         raise ConfigError(
@@ -133,7 +133,7 @@ def _check_section(settings: MegatronModelConfig, section: str, world_size: int)
 
 def _check_fields(given: Mapping[str, object], section: str) -> None:
     """Check the names of fields of megatron-core's configuration."""
-    known = _field_names()
+    known = _read_field_names()
     for name, value in given.items():
         if name not in known:
             nearest = find_nearest_name(name, sorted(known))
@@ -148,7 +148,7 @@ def _check_fields(given: Mapping[str, object], section: str) -> None:
 
 
 @cache
-def _field_names() -> frozenset[str]:
+def _read_field_names() -> frozenset[str]:
     """Read the fields of megatron-core's configuration from its source: importing it takes seconds, and torch."""
     found = find_spec("megatron.core")  # imports `megatron` only, which is a namespace and may have several folders
     assert found is not None and found.submodule_search_locations, "checked before: the library is installed"
@@ -170,14 +170,14 @@ def check_model_config(config: object, model: Any, section: str) -> None:
 
     Args:
         config: config of the transformers model.
-        model: its section of the settings, `trainer.<name>`, whose name is `section`.
+        model: its section of the settings, named `section` (`trainer.<name>`).
     """
-    family_of(config)
+    get_family(config)
     settings: MegatronModelConfig = model.megatron_config
     section = f"{section}.megatron_config"
     uneven = {"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"}
-    layout = layout_of(settings)
-    sizes = ModelSizes.of(config)
+    layout = get_layout(settings)
+    sizes = ModelSizes.from_config(config)
     check_model(layout, sizes, section, even_stages=not uneven & set(settings.transformer_config_kwargs))
     replay = getattr(model, "routing_replay", "off")
     if replay != "off":
@@ -186,7 +186,7 @@ def check_model_config(config: object, model: Any, section: str) -> None:
 
 def _check_replay(setting: str, config: Any, settings: MegatronModelConfig, section: str) -> None:
     """Check that the model has routers, and that activation recomputation supports replay of their routes."""
-    if not family_of(config).is_mixture:
+    if not get_family(config).is_mixture:
         raise ConfigError(
             f"{setting} needs a mixture of experts, and model_type={config.model_type!r} has no router; leave it out"
         )

@@ -26,15 +26,15 @@ def gather_training_state(
     Args:
         of_weight: returns a rank's shard of a weight, in float32.
     """
-    num_steps = shards.num_steps()
+    num_steps = shards.count_steps()
 
-    def of_moment(moment: Moment) -> Gather:
+    def gather_moment(moment: Moment) -> Gather:
         return lambda parameter: shards.gather(parameter, moment)
 
     # Iterators in lockstep, each a collective: all ranks advance them in the same order.
     walks = [weights.gather(of_weight, trained_only=True)]
     if num_steps:  # before the first step there are no moments
-        walks += [weights.gather(of_moment(moment), trained_only=True) for moment in MOMENTS]
+        walks += [weights.gather(gather_moment(moment), trained_only=True) for moment in MOMENTS]
     for (name, weight), *moments in zip(*walks, strict=True):
         yield name, weight
         for moment, (_, tensor) in zip(MOMENTS, moments, strict=False):
@@ -44,8 +44,8 @@ def gather_training_state(
 
 
 def load_training_state(weights: StageWeights, shards: OptimizerShards, files: StateFiles) -> None:
-    """Load weights and moments of a checkpoint, of which each rank takes its shard."""
-    shards.forget()
+    """Load this rank's shard of the weights and moments of a checkpoint."""
+    shards.reset()
     steps: dict[str, torch.Tensor] = {}
 
     def read_weight(name: str) -> torch.Tensor:
@@ -53,9 +53,9 @@ def load_training_state(weights: StageWeights, shards: OptimizerShards, files: S
             steps[name] = files.read(f"{name}/step")
         return files.read(name, weights.shapes[name]).to(weights.device)
 
-    weights.deal(read_weight, lambda _, parameter, part: shards.write(parameter, "weight", part), trained_only=True)
+    weights.scatter(read_weight, lambda _, parameter, part: shards.write(parameter, "weight", part), trained_only=True)
     for moment in MOMENTS:
-        weights.deal(
+        weights.scatter(
             partial(_read_moment, weights, files, moment),
             partial(_write_moment, shards, steps, moment),
             trained_only=True,

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.training_backends.megatron.families import Family, family_of
-from skyrl_train.training_backends.megatron.layout import ParallelSizes, padded_vocabulary
+from skyrl_train.training_backends.megatron.families import Family, get_family
+from skyrl_train.training_backends.megatron.layout import ParallelSizes, compute_padded_vocabulary
 from skyrl_train.training_backends.megatron.weight_map import MapSizes
 
 
-def transformer_config(
+def build_transformer_config(
     model: Any,
     layout: ParallelSizes,
     given: Mapping[str, Any],
@@ -31,7 +31,7 @@ def transformer_config(
         dispatcher: method of sending tokens to the ranks of their experts.
         recompute: recompute activations in the backward, according to the `recompute_*` entries of `given`.
     """
-    arguments = _layers(model) | _division(layout) | _numerics(device, bf16)
+    arguments = _get_layer_fields(model) | _get_layout_fields(layout) | _get_numeric_fields(device, bf16)
     arguments["moe_token_dispatcher_type"] = dispatcher
     own = {name: value for name, value in given.items() if recompute or not name.startswith("recompute_")}
     config = TransformerConfig(**(arguments | own))
@@ -42,15 +42,15 @@ def transformer_config(
     return config
 
 
-def _layers(model: Any) -> dict[str, Any]:
+def _get_layer_fields(model: Any) -> dict[str, Any]:
     """Return the fields determined by the model."""
-    family = family_of(model)
+    family = get_family(model)
     layers: dict[str, Any] = dict(
         num_layers=model.num_hidden_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_key_value_heads,
-        kv_channels=head_dim(model),
+        kv_channels=get_head_dim(model),
         ffn_hidden_size=model.intermediate_size,
         normalization="RMSNorm",
         layernorm_epsilon=model.rms_norm_eps,
@@ -63,10 +63,10 @@ def _layers(model: Any) -> dict[str, Any]:
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
-    return layers | (_mixture(model) if family.is_mixture else {})
+    return layers | (_get_mixture_fields(model) if family.is_mixture else {})
 
 
-def _division(layout: ParallelSizes) -> dict[str, Any]:
+def _get_layout_fields(layout: ParallelSizes) -> dict[str, Any]:
     """Return the fields determined by the layout."""
     return dict(
         tensor_model_parallel_size=layout.tensor,
@@ -80,7 +80,7 @@ def _division(layout: ParallelSizes) -> dict[str, Any]:
     )
 
 
-def _numerics(device: torch.device, bf16: bool) -> dict[str, Any]:
+def _get_numeric_fields(device: torch.device, bf16: bool) -> dict[str, Any]:
     """Return dtypes and kernels."""
     dtype = torch.bfloat16 if bf16 else torch.float32
     return dict(
@@ -100,7 +100,7 @@ def _numerics(device: torch.device, bf16: bool) -> dict[str, Any]:
     )
 
 
-def _mixture(model: Any) -> dict[str, Any]:
+def _get_mixture_fields(model: Any) -> dict[str, Any]:
     """Return the fields of layers with experts."""
     return dict(
         num_moe_experts=model.num_experts,
@@ -114,13 +114,13 @@ def _mixture(model: Any) -> dict[str, Any]:
         moe_router_dtype="fp32",
         moe_grouped_gemm=False,
         moe_permute_fusion=False,
-        moe_layer_freq=[int(layer in sparse_layers(model)) for layer in range(model.num_hidden_layers)],
+        moe_layer_freq=[int(layer in find_sparse_layers(model)) for layer in range(model.num_hidden_layers)],
     )
 
 
-def sparse_layers(model: Any) -> frozenset[int]:
+def find_sparse_layers(model: Any) -> frozenset[int]:
     """Return the numbers of the layers with experts."""
-    if not family_of(model).is_mixture:
+    if not get_family(model).is_mixture:
         return frozenset()
     every, dense = model.decoder_sparse_step, set(model.mlp_only_layers)
     return frozenset(
@@ -128,24 +128,24 @@ def sparse_layers(model: Any) -> frozenset[int]:
     )
 
 
-def head_dim(model: Any) -> int:
+def get_head_dim(model: Any) -> int:
     """Return the size of an attention head."""
     return getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
 
 
 def map_sizes(model: Any, layout: ParallelSizes, value_head: str | None) -> MapSizes:
     """Return the sizes of the weight map of a transformers config."""
-    family: Family = family_of(model)
+    family: Family = get_family(model)
     return MapSizes(
         num_layers=model.num_hidden_layers,
         num_heads=model.num_attention_heads,
         num_key_value_heads=model.num_key_value_heads,
-        head_dim=head_dim(model),
+        head_dim=get_head_dim(model),
         num_words=model.vocab_size,
-        padded_words=padded_vocabulary(model.vocab_size, layout.tensor),
+        padded_words=compute_padded_vocabulary(model.vocab_size, layout.tensor),
         expert_ranks=layout.expert,
         num_experts=model.num_experts if family.is_mixture else 0,
-        sparse_layers=sparse_layers(model),
+        sparse_layers=find_sparse_layers(model),
         tied_head=model.tie_word_embeddings and value_head is None,
         value_head=value_head,
         qkv_bias=family.qkv_bias,
