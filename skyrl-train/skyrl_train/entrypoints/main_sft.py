@@ -1,4 +1,4 @@
-"""`python -m skyrl_train.entrypoints.main_sft key=value …`: trains a model on demonstrations."""
+"""Training on demonstrations: `python -m skyrl_train.entrypoints.main_sft key=value …`."""
 
 import asyncio
 import sys
@@ -30,7 +30,7 @@ class SupervisedExp:
         settings: validated; `PreferenceConfig` for preference pairs.
 
     Raises:
-        DataError: data that cannot be read, or has nothing to learn.
+        DataError: data that cannot be read, or without trained tokens.
         ConfigError: the checkpoint to resume is of another experiment.
     """
 
@@ -52,7 +52,7 @@ class SupervisedExp:
         return SupervisedDataset(sources, self.tokenizer, self.settings.data, with_pairs=with_pairs)
 
     def is_finished(self) -> bool:
-        """Return whether there is a checkpoint of the last step, and log it."""
+        """Return whether a checkpoint of the last step exists, and log it."""
         return says_finished(self.cfg, len(self.train_dataset))
 
     def run(self) -> None:
