@@ -36,7 +36,7 @@ from benchmark_tools import NUM_TEMPLATE_TOKENS, describe_machine, make_word_mod
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.distributed.process_group import free_port
+from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.trainer import RayPPOTrainer
@@ -466,7 +466,7 @@ def measure(options: argparse.Namespace, dtype: str, folder: Path) -> list[Resul
     try:
         if not options.skip_trl:
             for shape in [PEER_SHAPES[name] for name in options.trl]:
-                arguments = shape, work, free_port(), num_steps * len(schedules), dtype, folder
+                arguments = shape, work, find_free_port(), num_steps * len(schedules), dtype, folder
                 peers.append(Peer(shape.name, shape.processes, trl_process, *arguments))
         return [measure_beside(peers, options, dtype, folder, schedule) for schedule in schedules]
     finally:

@@ -29,7 +29,7 @@ from transformers import AutoConfig, PreTrainedModel
 from skyrl_inspect.plan.memory import Phase, estimate_worker_phases
 from skyrl_inspect.plan.model_shape import compute_model_shape
 from skyrl_train.config import SkyRLConfig, training_backends
-from skyrl_train.distributed.process_group import free_port
+from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train.training_backends.base import ModelName, RankInfo, TrainingBackend
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.utils.memory_peaks import MemoryPeaks
@@ -228,7 +228,7 @@ def compare(setting: Setting, folder: Path) -> Comparison:
     if not Path(small).exists():
         build_tiny_qwen3(hidden_size=32, vocab_size=64).save_pretrained(small)
     ranks = ForkedRanks("memory", _Rank, (), num_ranks=setting.num_ranks, log_folder=folder / "logs")
-    port = free_port()
+    port = find_free_port()
     calls: list[Any] = [[("run", (setting, path, small, rank, port))] for rank in range(setting.num_ranks)]
     try:
         answers = asyncio.run(ranks.call(calls, _SECONDS, "the deadline of the benchmark"))

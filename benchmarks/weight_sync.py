@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: sender and engine
 import torch
 from benchmark_tools import describe_machine, print_table
 
-from skyrl_train.distributed.process_group import free_port
+from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train.weight_sync.base import Encoding, Transport
 from skyrl_train.weight_sync.fingerprint import Verification
 from skyrl_train.weight_sync.plan import Route, init_infos_for
@@ -128,7 +128,7 @@ def connect(
         [Route(*ways)] * count,
         [HolderInfo()] * count,
         master_address="127.0.0.1",
-        master_port=free_port(),
+        master_port=find_free_port(),
         directory=tempfile.mkdtemp(dir=folder),
         verification=verification,
     )

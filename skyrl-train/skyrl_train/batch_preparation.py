@@ -16,16 +16,16 @@ import torch
 
 from skyrl_train.algorithms.advantages import (
     AdvantageEstimatorRegistry,
-    group_numbers,
-    negative_groups,
+    compute_group_numbers,
+    compute_turn_numbers,
+    count_negative_groups,
     normalize_advantages,
-    turn_numbers,
 )
-from skyrl_train.algorithms.credit import rows_of_matrix, step_numbers, trajectory_matrix
+from skyrl_train.algorithms.credit import build_trajectory_matrix, compute_step_numbers, gather_rows
 from skyrl_train.algorithms.kl import compute_approx_kl
 from skyrl_train.algorithms.off_policy import correct_off_policy, mismatch_metrics
 from skyrl_train.algorithms.reduction import LossReduction, masked_mean, token_weights
-from skyrl_train.algorithms.sampling import overlong_penalty, zero_variance_rows
+from skyrl_train.algorithms.sampling import compute_overlong_penalty, find_zero_variance_rows
 from skyrl_train.config import AlgorithmConfig, GeneratorConfig, SkyRLConfig
 from skyrl_train.errors import ConfigError, RolloutGapError
 from skyrl_train.training_batch import TrainingInputBatch, shape_of
@@ -46,7 +46,7 @@ def prepare_training_batch(batch: TrainingInputBatch, cfg: SkyRLConfig, kl_coeff
     algorithm = cfg.trainer.algorithm
     metrics: Metrics = {}
     # Turns are numbered before any token leaves the loss mask.
-    batch = _with(batch, turns=turn_numbers(batch.tensor("loss_mask")))
+    batch = _with(batch, turns=compute_turn_numbers(batch.tensor("loss_mask")))
     batch, own = penalize_overlong(batch, algorithm, cfg.generator)
     metrics |= own
     scores = trajectory_scores(batch)  # without the KL penalty, which would make every group look informative
@@ -77,7 +77,7 @@ def penalize_overlong(
     counts_context = buffer.counts == "context"
     counted_B = (batch.tensor("attention_mask") != 0).sum(dim=-1) if counts_context else length_B
     limit = generator.longest_context if counts_context else generator.sampling_params.max_generate_length
-    penalty_B = overlong_penalty(counted_B, limit, buffer.len, buffer.penalty_factor)
+    penalty_B = compute_overlong_penalty(counted_B, limit, buffer.len, buffer.penalty_factor)
     rewards = batch.tensor("rewards").clone()
     rewards[torch.arange(len(batch)), length_B.clamp(min=1) - 1] += penalty_B
     valid_B = _valid(batch)
@@ -108,7 +108,7 @@ def subtract_kl(batch: TrainingInputBatch, algorithm: AlgorithmConfig, coefficie
 
 def trajectory_scores(batch: TrainingInputBatch) -> list[float | None]:
     """Return for each row the summed reward of its trajectory; None for a failed one."""
-    trajectory_B = group_numbers(_trajectories(batch))
+    trajectory_B = compute_group_numbers(_trajectories(batch))
     row_scores_B = torch.where(_response_mask(batch), batch.tensor("rewards"), 0.0).sum(dim=-1, dtype=torch.float64)
     scores_M = torch.zeros(int(trajectory_B.max()) + 1, dtype=torch.float64).index_add_(0, trajectory_B, row_scores_B)
     scores_B = scores_M[trajectory_B].tolist()
@@ -127,10 +127,10 @@ def mask_uninformative_groups(
     uids = batch.metadata["uids"]
     masked_B = torch.zeros(len(batch), dtype=torch.bool)
     metrics: Metrics = {}
-    if AdvantageEstimatorRegistry.requirements(algorithm.advantage_estimator).groups:
+    if AdvantageEstimatorRegistry.get_requirements(algorithm.advantage_estimator).groups:
         masked_B |= _lone_rows(batch)
         metrics["loss/num_lone_samples"] = float(len(_prompts_of(uids, masked_B)))
-    zero_variance_B = zero_variance_rows(_of_first_rows(batch, scores), uids, algorithm.zero_variance_filter_tol)
+    zero_variance_B = find_zero_variance_rows(_of_first_rows(batch, scores), uids, algorithm.zero_variance_filter_tol)
     metrics["loss/zero_variance_share"] = len(_prompts_of(uids, zero_variance_B)) / len(set(uids))
     if algorithm.zero_variance_filter:
         masked_B |= zero_variance_B
@@ -185,7 +185,7 @@ def add_advantages(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> Pre
     survivors = batch.rows(valid_B)
     names = [name for name, is_valid in zip(_trajectories(batch), valid_B.tolist(), strict=True) if is_valid]
     uids = [uid for uid, is_valid in zip(batch.metadata["uids"], valid_B.tolist(), strict=True) if is_valid]
-    requires = AdvantageEstimatorRegistry.requirements(algorithm.advantage_estimator)
+    requires = AdvantageEstimatorRegistry.get_requirements(algorithm.advantage_estimator)
     if "trajectory_ids" in batch.metadata and not requires.single_tokens:
         values = _by_trajectory(survivors, algorithm, names, uids)
     else:
@@ -203,7 +203,7 @@ def add_advantages(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> Pre
     }
     if requires.nonnegative_scores:
         metrics[negative_groups_metric(algorithm)] = float(
-            negative_groups(survivors.tensor("rewards"), survivors.tensor("response_mask"), uids)
+            count_negative_groups(survivors.tensor("rewards"), survivors.tensor("response_mask"), uids)
         )
     return _with(batch, advantages=advantages, returns=returns), metrics
 
@@ -268,9 +268,9 @@ def _by_trajectory(
     """Estimate advantages and returns [B, R] of rows that are turns. The estimator sees a matrix of trajectories with
     one token for each turn; every token of a turn's response gets the turn's value."""
     response_mask = survivors.tensor("response_mask") != 0
-    trajectory_B, step_B = step_numbers(names)
+    trajectory_B, step_B = compute_step_numbers(names)
     rewards_B = torch.where(response_mask, survivors.tensor("rewards"), 0.0).sum(dim=-1)
-    rewards_MK, mask_MK = trajectory_matrix(rewards_B, trajectory_B, step_B)
+    rewards_MK, mask_MK = build_trajectory_matrix(rewards_B, trajectory_B, step_B)
     uid_of = dict(zip(names, uids, strict=True))
     estimates_MK = _estimate(
         algorithm,
@@ -282,7 +282,7 @@ def _by_trajectory(
         values=None,
     )
     advantages, returns = (
-        torch.where(response_mask, rows_of_matrix(values_MK, trajectory_B, step_B)[:, None], 0.0)
+        torch.where(response_mask, gather_rows(values_MK, trajectory_B, step_B)[:, None], 0.0)
         for values_MK in estimates_MK
     )
     return advantages, returns

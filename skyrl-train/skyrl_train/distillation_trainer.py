@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from skyrl_train.algorithms.distillation import teacher_advantages
+from skyrl_train.algorithms.distillation import compute_teacher_advantages
 from skyrl_train.algorithms.reduction import masked_mean
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.distillation import DistillationConfig
@@ -129,7 +129,7 @@ class DistillationTrainer(RayPPOTrainer):
         advantages = batch.tensor("advantages") * settings.reward_coef
         if settings.rewards_tokens:
             mask = batch.tensor("loss_mask")
-            own = teacher_advantages(batch.tensor("action_log_probs"), batch.tensor("teacher_log_probs"))
+            own = compute_teacher_advantages(batch.tensor("action_log_probs"), batch.tensor("teacher_log_probs"))
             own = torch.where(mask != 0, own, 0.0)
             advantages = advantages + settings.coef * own
             self.all_metrics["distillation/sampled_kl"] = -masked_mean(own, mask).item()

@@ -72,7 +72,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         limits = ScheduleLimits(
             groups_per_step=groups_per_step,
             max_staleness_steps=settings.max_staleness_steps,
-            max_running=settings.max_running(groups_per_step),
+            max_running=settings.get_max_running(groups_per_step),
             groups_per_epoch=len(self.train_dataloader) * groups_per_step,
             total_steps=self.total_training_steps,
             order=settings.order,

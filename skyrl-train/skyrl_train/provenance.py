@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.fingerprint import DEFINING, NOT_SAMPLED, flat_settings
+from skyrl_train.config.fingerprint import DEFINING, NOT_SAMPLED, flatten_settings
 from skyrl_train.config.typed import is_among
 from skyrl_train.dataset.dataloader import Dataset
 from skyrl_train.errors import CheckpointError, ConfigError
@@ -50,7 +50,7 @@ class Provenance:
     @classmethod
     def of(cls, cfg: SkyRLConfig, dataset: Dataset | None) -> "Provenance":
         """Return the provenance of checkpoints that a run with these settings writes."""
-        return cls(flat_settings(cfg), None if dataset is None else describe_data(dataset))
+        return cls(flatten_settings(cfg), None if dataset is None else describe_data(dataset))
 
     def write(self, folder: Path) -> None:
         """Write it into a checkpoint."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from skyrl_train.algorithms.losses import TokenSelectorRegistry
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.training_backends import ranks_per_replica
+from skyrl_train.config.training_backends import get_ranks_per_replica
 
 _TITLES = {"policy": "policy", "critic": "critic", "ref": "reference"}
 
@@ -84,7 +84,7 @@ def step_plan(cfg: SkyRLConfig, *, num_prompts: int | None = None) -> StepPlan:
     if trainer.algorithm.uses_reference_model:
         mini_batches["ref"] = None
     models = [
-        _model_plan(cfg, name, prompts, getattr(placement, f"{name}_world_size"), ranks_per_replica(cfg, name))
+        _model_plan(cfg, name, prompts, getattr(placement, f"{name}_world_size"), get_ranks_per_replica(cfg, name))
         for name, prompts in mini_batches.items()
     ]
     num_steps = prompts_left_out = None

@@ -55,7 +55,7 @@ class SupervisedTrainer(TrainingRun):
     ):
         trainer = cfg.trainer
         super().__init__(cfg, tracker, tokenizer)
-        self.with_pairs = PolicyLossRegistry.requirements(trainer.algorithm.policy_loss_type).pairs
+        self.with_pairs = PolicyLossRegistry.get_requirements(trainer.algorithm.policy_loss_type).pairs
         self.dataloader = PromptDataLoader(
             train_dataset, trainer.train_batch_size, shuffle=True, drop_last=True, seed=trainer.seed
         )

@@ -445,7 +445,7 @@ class RayPPOTrainer(TrainingRun):
 
     def _computes_early(self, group: ActorGroup) -> bool:
         """Return True if the workers of a model may compute while engines generate: nothing on a CPU is moved away."""
-        on_cpu = self.cfg.trainer.placement.resolved_device() == "cpu"
+        on_cpu = self.cfg.trainer.placement.resolve_device() == "cpu"
         return on_cpu or self.colocation.stays_beside_engines(group.name)
 
     async def fwd_logprobs_values_reward(self, batch: TrainingInputBatch) -> TrainingInputBatch:

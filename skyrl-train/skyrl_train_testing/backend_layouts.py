@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
-from skyrl_train.distributed.process_group import free_port
-from skyrl_train.models.persistent_buffers import persistent_buffers
+from skyrl_train.distributed.process_group import find_free_port
+from skyrl_train.models.persistent_buffers import iter_persistent_buffers
 from skyrl_train.training_backends.base import (
     MakeBackend,
     MetricSums,
@@ -178,7 +178,7 @@ class BackendRanks:
     def run(self, layout: Layout, model_path: str, job: Callable[..., T], *args: Any) -> list[T]:
         """Run `job(backend, *args)` on every rank of a layout, the model loaded. Returns: the answers in rank order."""
         ranks = ForkedRanks("backend", _Rank, (layout,), num_ranks=layout.num_ranks, log_folder=self._folder)
-        common = model_path, free_port(), job, args
+        common = model_path, find_free_port(), job, args
         calls: list[Any] = [[("run", (rank, *common))] for rank in range(layout.num_ranks)]
         try:
             answers: list[list[Any]] = asyncio.run(ranks.call(calls, _SECONDS, "the deadline of the check"))
@@ -351,7 +351,9 @@ def _check_loaded(
 ) -> None:
     """Compare parameters and buffers with the files, or with one FSDP2 rank if they are missing (a critic's head)."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    buffers = dict(persistent_buffers(model))  # sent as they are: a routing bias in bfloat16 would choose other experts
+    buffers = dict(
+        iter_persistent_buffers(model)
+    )  # sent as they are: a routing bias in bfloat16 would choose other experts
     in_files = {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers
     wanted = {name: in_files.get(name, tensor) for name, tensor in expected.loaded.items()}
     _compare(findings, "agreement", "as loaded", wanted, outcome.loaded, tolerance)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from skyrl_train.algorithms.advantages import turn_numbers
+from skyrl_train.algorithms.advantages import compute_turn_numbers
 from skyrl_train.config import AlgorithmConfig
 from skyrl_train.training_batch import TensorBatch
 from skyrl_train_testing.findings import Findings
@@ -135,7 +135,7 @@ def _make_arguments(batch: TensorBatch, names: Sequence[Hashable], config: Algor
         response_mask=batch.tensor("response_mask"),
         action_mask=batch.tensor("action_mask"),
         index=list(names),
-        turns=turn_numbers(batch.tensor("action_mask")),
+        turns=compute_turn_numbers(batch.tensor("action_mask")),
         values=batch.tensor("values"),
         config=config,
         grpo_norm_by_std=config.grpo_norm_by_std,

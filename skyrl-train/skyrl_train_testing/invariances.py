@@ -82,8 +82,8 @@ def check_everything_registered(
             PolicyLossRegistry.get(name),
             config,
             TokenSelectorRegistry.get(name) if name in selectors else None,
-            reads_advantages=PolicyLossRegistry.requirements(name).advantages,
-            rows_per_unit=2 if PolicyLossRegistry.requirements(name).pairs else 1,
+            reads_advantages=PolicyLossRegistry.get_requirements(name).advantages,
+            rows_per_unit=2 if PolicyLossRegistry.get_requirements(name).pairs else 1,
         )
         run(name, check)
     for name in AdvantageEstimatorRegistry.list_available():

@@ -108,7 +108,9 @@ class Apprentice:
 
     @property
     def _needs_critic(self) -> bool:
-        return AdvantageEstimatorRegistry.requirements(self.cfg.trainer.algorithm.advantage_estimator).critic is True
+        return (
+            AdvantageEstimatorRegistry.get_requirements(self.cfg.trainer.algorithm.advantage_estimator).critic is True
+        )
 
     # ---- one step, as the trainer takes it
 

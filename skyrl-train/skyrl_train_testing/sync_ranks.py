@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from skyrl_train.distributed.process_group import free_port, init_process_group, make_mesh
+from skyrl_train.distributed.process_group import build_mesh, find_free_port, init_process_group
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.orchestration.process_ranks import ProcessRanks
@@ -81,7 +81,7 @@ class SyncRank:
         """Form the group; the first rank starts the engines."""
         meeting: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": port, "device": CPU}
         init_process_group(rank=rank, world_size=world_size, timeout_seconds=4 * self._deadline_seconds, **meeting)
-        self._ranks, self._mesh = PolicyRanks(rank, world_size), make_mesh(CPU)
+        self._ranks, self._mesh = PolicyRanks(rank, world_size), build_mesh(CPU)
         if rank == 0:
             holder = partial(HeldWeights.of_shapes, self._shapes, torch.bfloat16)
             self._engines = HolderProcesses(self._num_engines, holder, self._deadline_seconds)
@@ -158,7 +158,7 @@ class SyncRanks:
         self._num_engines, self._deadline_seconds = num_engines, deadline_seconds
         args = (shapes, num_engines, deadline_seconds)
         self.ranks = ProcessRanks("policy", SyncRank, args, num_ranks=num_ranks, log_folder=log_folder)
-        port = free_port()
+        port = find_free_port()
         self._answers([("join", (rank, num_ranks, port)) for rank in range(num_ranks)])
 
     def __enter__(self) -> "SyncRanks":
@@ -173,7 +173,7 @@ class SyncRanks:
             routes,
             [HolderInfo()] * self._num_engines,
             master_address="127.0.0.1",
-            master_port=free_port(),
+            master_port=find_free_port(),
             verification=verification,
             timeout_seconds=self._deadline_seconds,
         )

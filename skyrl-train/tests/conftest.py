@@ -110,13 +110,13 @@ def group_of_one() -> Iterator[None]:
     """A process group that is this process alone, until the end of the file."""
     import torch.distributed as dist
 
-    from skyrl_train.distributed.process_group import free_port, init_process_group
+    from skyrl_train.distributed.process_group import find_free_port, init_process_group
 
     init_process_group(
         rank=0,
         world_size=1,
         master_address="127.0.0.1",
-        master_port=free_port(),
+        master_port=find_free_port(),
         device=torch.device("cpu"),
         timeout_seconds=60,
     )

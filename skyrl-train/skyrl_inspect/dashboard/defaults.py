@@ -9,7 +9,7 @@ import sys
 from threading import Thread
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.fingerprint import flat_settings
+from skyrl_train.config.fingerprint import flatten_settings
 from skyrl_train.config.typed import resolve_references
 
 TIMEOUT_SECONDS = 120.0
@@ -38,7 +38,7 @@ def get_default_settings() -> dict[str, object]:
     """Return the default of every setting of a training run, with references to other settings resolved."""
     config = SkyRLConfig()
     resolve_references(config)
-    return flat_settings(config)
+    return flatten_settings(config)
 
 
 if __name__ == "__main__":

@@ -179,6 +179,6 @@ def _list_backend_libraries() -> tuple[tuple[str, tuple[StepPart, ...]], ...]:
     return tuple(
         (library.partition(".")[0], stages)
         for registry, stages in kinds
-        for registration in registry.registrations().values()
+        for registration in registry.list_registrations().values()
         if (library := registration.requires.library) is not None
     )

@@ -39,9 +39,9 @@ from skyrl_inspect.mismatch.report import Report, make_report
 from skyrl_train.config import SkyRLConfig, config_dir, register_config_store
 from skyrl_train.config.base import BaseConfig
 from skyrl_train.config.config import DataConfig, get_config_as_dict
-from skyrl_train.config.document import field_meanings
+from skyrl_train.config.document import read_field_meanings
 from skyrl_train.config.engine_kinds import EngineRegistry
-from skyrl_train.config.typed import Choices, expectation, reference
+from skyrl_train.config.typed import Choices, describe_expectation, make_reference
 from skyrl_train.config.validation import validate_generator_cfg
 from skyrl_train.dataset.dataset import PromptDataset
 from skyrl_train.entrypoints.engines import engine_factory, remote_engine
@@ -56,7 +56,7 @@ from skyrl_train.utils.io import expand_path, write_atomically
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
 
-Backend = Annotated[str, Choices(EngineRegistry.registrations)]
+Backend = Annotated[str, Choices(EngineRegistry.list_registrations)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 _SEQUENCES_AT_A_TIME = 64
@@ -108,7 +108,7 @@ class MismatchConfig(BaseConfig):
     """Largest accepted mean difference [nats]: the command ends with exit code 1 above it, or if nothing could be
     measured. null: no limit."""
 
-    output: str = reference("${trainer.run_dir}/mismatch.json")
+    output: str = make_reference("${trainer.run_dir}/mismatch.json")
     """Path of the report in JSON."""
 
 
@@ -149,7 +149,7 @@ def validate_settings(cfg: DictConfig | MismatchRunConfig) -> MismatchRunConfig:
             f"mismatch.samplings has {unknown[0]!r}; there are {', '.join([OWN_SAMPLING, *SAMPLINGS])}. For another "
             "one set generator.sampling_params"
         )
-    missing = [name for name in settings.engines or () if not EngineRegistry.requirements(name).is_installed]
+    missing = [name for name in settings.engines or () if not EngineRegistry.get_requirements(name).is_installed]
     if missing and typed.generator.run_engines_locally:
         raise ConfigError(f"mismatch.engines has {missing[0]}, which is not installed; INSTALL.md says how to")
     return typed
@@ -234,10 +234,10 @@ def build_engines(cfg: MismatchRunConfig, questions: Questions) -> Iterator[tupl
         for url in generator.remote_inference_engine_urls:
             yield EngineName(backend="server", dtype=None, url=url), partial(_make_remote_engine, cfg, url)
         return
-    device = cfg.trainer.placement.resolved_device()
+    device = cfg.trainer.placement.resolve_device()
     for backend in cfg.mismatch.engines or _list_installed_engines():
         for dtype in cfg.mismatch.dtypes:
-            has_choice = EngineRegistry.requirements(backend).attention_choice
+            has_choice = EngineRegistry.get_requirements(backend).attention_choice
             for attention in cfg.mismatch.attention if has_choice else ["default"]:
                 name = EngineName(backend=backend, dtype=dtype, attention=attention)
                 yield name, engine_factory(_make_settings(cfg, name, questions), device)
@@ -261,7 +261,7 @@ def _make_settings(cfg: MismatchRunConfig, name: EngineName, questions: Question
 
 
 def _list_installed_engines() -> list[str]:
-    return [name for name, entry in EngineRegistry.registrations().items() if entry.requires.is_installed]
+    return [name for name, entry in EngineRegistry.list_registrations().items() if entry.requires.is_installed]
 
 
 def _make_remote_engine(cfg: MismatchRunConfig, url: str) -> InferenceEngineInterface:
@@ -309,9 +309,9 @@ def publish(report: Report, cfg: MismatchRunConfig, tokenizer: PreTrainedTokeniz
 def format_help() -> str:
     """Return the help of this command and its own settings."""
     hints = get_type_hints(MismatchConfig, include_extras=True)
-    meanings, defaults = field_meanings(MismatchConfig), asdict(MismatchConfig())
+    meanings, defaults = read_field_meanings(MismatchConfig), asdict(MismatchConfig())
     lines = [
-        f"  mismatch.{setting.name}={json.dumps(defaults[setting.name])}  ({expectation(hints[setting.name])})\n"
+        f"  mismatch.{setting.name}={json.dumps(defaults[setting.name])}  ({describe_expectation(hints[setting.name])})\n"
         f"      {meanings[setting.name]}"
         for setting in fields(MismatchConfig)
     ]

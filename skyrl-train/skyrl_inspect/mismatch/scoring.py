@@ -14,7 +14,7 @@ from skyrl_inspect.mismatch.answers import Answers
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.expert_routes import ExpertRoutes, pad_routes
 from skyrl_train.models.build import build_model
-from skyrl_train.models.scoring import ScoringModel, lay_out
+from skyrl_train.models.scoring import ScoringModel, build_layout
 from skyrl_train.training_backends.base import RankInfo
 from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend
 
@@ -79,8 +79,8 @@ class Reference(TrainerModel):
         """Compute the logits before each token of the response: float32 [R, V] on the CPU."""
         sequences, mask, num_response = _pad_rows([(prompt, response)])
         packing = self._model.packing
-        layout = lay_out(sequences.to(self._device), mask.to(self._device), num_response, packing, None)
-        logits = self._model.causal_lm(**layout.inputs(), use_cache=False).logits
+        layout = build_layout(sequences.to(self._device), mask.to(self._device), num_response, packing, None)
+        logits = self._model.causal_lm(**layout.build_inputs(), use_cache=False).logits
         return logits.flatten(0, 1)[layout.predictors].float().cpu()
 
 
@@ -118,7 +118,7 @@ def _make_single_worker_settings(cfg: SkyRLConfig) -> SkyRLConfig:
 
 
 def _get_device(cfg: SkyRLConfig) -> torch.device:
-    return torch.device("cuda:0" if cfg.trainer.placement.resolved_device() == "cuda" else "cpu")
+    return torch.device("cuda:0" if cfg.trainer.placement.resolve_device() == "cuda" else "cpu")
 
 
 def _pad_rows(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -137,7 +137,7 @@ def _set_default_engine(cfg: SkyRLConfig) -> list[str]:
     """Plan with vLLM where the settings leave the engine of GPUs open and this machine has none."""
     if (
         cfg.trainer.placement.device == "cuda"
-        and not EngineRegistry.requirements(cfg.generator.backend).reserves_memory
+        and not EngineRegistry.get_requirements(cfg.generator.backend).reserves_memory
         and cfg.generator.run_engines_locally
     ):
         cfg.generator.backend = "vllm"

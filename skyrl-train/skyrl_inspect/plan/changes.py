@@ -128,7 +128,7 @@ def _no_moves(cfg: SkyRLConfig, role: Role, shape: ModelShape) -> Sequence[Overr
 
 def _iter_engine_moves(cfg: SkyRLConfig, shape: ModelShape) -> Iterator[Overrides]:
     generator = cfg.generator
-    if not generator.run_engines_locally or not EngineRegistry.requirements(generator.backend).reserves_memory:
+    if not generator.run_engines_locally or not EngineRegistry.get_requirements(generator.backend).reserves_memory:
         return
     if shape.words and generator.max_num_seqs > 256:
         yield {"generator.max_num_seqs": 256}

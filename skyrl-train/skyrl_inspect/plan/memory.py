@@ -12,7 +12,7 @@ from skyrl_inspect.plan.devices import Device
 from skyrl_inspect.plan.model_shape import ModelShape
 from skyrl_train.config import RefConfig, SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry
-from skyrl_train.config.training_backends import TrainingBackendRegistry, ranks_per_replica
+from skyrl_train.config.training_backends import TrainingBackendRegistry, get_ranks_per_replica
 from skyrl_train.step_plan import needs_old_log_probs, rows_a_micro_batch
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -58,7 +58,7 @@ def list_roles(cfg: SkyRLConfig) -> list[Role]:
 
 def get_division(cfg: SkyRLConfig, role: Role, shape: ModelShape, kind: Kind) -> Division | None:
     """Return how a model is divided; None if the training backend's memory is not known."""
-    like = TrainingBackendRegistry.requirements(cfg.trainer.strategy).memory_like
+    like = TrainingBackendRegistry.get_requirements(cfg.trainer.strategy).memory_like
     return None if like is None else BACKENDS[like](cfg, role, shape, kind)
 
 
@@ -107,7 +107,7 @@ def _estimate_computation(
     cfg: SkyRLConfig, role: Role, shape: ModelShape, division: Division, rows: int, kind: Kind, *, trains: bool
 ) -> _Computation:
     trainer, number, stream, h = cfg.trainer, division.number, division.stream, shape.hidden
-    replica = ranks_per_replica(cfg, role)
+    replica = get_ranks_per_replica(cfg, role)
     longest = cfg.generator.longest_context
     tokens = max(rows_a_micro_batch(cfg, rows, replica) * longest, longest)
     if trainer.max_tokens_per_microbatch is not None:
@@ -255,10 +255,10 @@ def estimate_engine(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> Engi
     samples = cfg.trainer.train_batch_size * generator.n_samples_per_prompt
     wanted = -(-samples // (generator.num_inference_engines * replicas))
     full = min(wanted, generator.max_num_seqs)
-    if device.kind == "cpu" or not EngineRegistry.requirements(generator.backend).reserves_memory:
+    if device.kind == "cpu" or not EngineRegistry.get_requirements(generator.backend).reserves_memory:
         # One layer's states of a prompt that is read, and the logits of all running requests.
         working = number * length * (4 * shape.hidden + 4 * shape.feed_forward) + 8 * full * shape.words
-        traits = EngineRegistry.requirements(generator.backend)
+        traits = EngineRegistry.get_requirements(generator.backend)
         if (
             traits.packs_weights and device.kind == "cpu"
         ):  # all but experts, and a table that is no output layer as well
@@ -275,7 +275,7 @@ def estimate_engine(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> Engi
     working = tokens * states + 8 * generator.max_num_seqs * shape.words
     budget = generator.gpu_memory_utilization * device.memory - device.libraries
     graphs = 0.0
-    if not generator.resolved_enforce_eager(device.kind):
+    if not generator.resolve_enforce_eager(device.kind):
         graphs = _estimate_graph_bytes(generator.max_num_seqs, shape.num_layers / stages)
     cache = budget - weights - working - graphs
     answer = length * bytes_a_token + bytes_beside
@@ -412,7 +412,7 @@ def _on_gpus(plan: MemoryPlan, cfg: SkyRLConfig, shapes: Mapping[Role, ModelShap
         phases.insert(0, Phase("generate", "full cache", parts))
         if together and divisions["policy"] is not None:
             phases.append(_sync(cfg, shapes["policy"], divisions["policy"], engine, device, len(shares)))
-            copies_weights = EngineRegistry.requirements(cfg.generator.backend).copies_weights_asleep
+            copies_weights = EngineRegistry.get_requirements(cfg.generator.backend).copies_weights_asleep
             if copies_weights or not cfg.generator.syncs_all_weights:  # else engines drop theirs
                 host += placement.policy_num_gpus_per_node * engine.weights
     return replace(plan, phases=tuple(phases), host=host)

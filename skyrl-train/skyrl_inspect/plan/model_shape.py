@@ -126,14 +126,14 @@ def compute_model_shape(
     import torch  # optional and heavy, as transformers: whoever plans from numbers needs neither
     from transformers import AutoModel, AutoModelForCausalLM
 
-    from skyrl_train.models.weight_files import transformer_blocks
+    from skyrl_train.models.weight_files import get_transformer_blocks
 
     for name, value in (overrides or {}).items():
         setattr(config, name, value)
     with torch.device("meta"):
         model: Any = (AutoModel if is_critic else AutoModelForCausalLM).from_config(config, trust_remote_code=True)
     text = config.get_text_config()
-    layers = [sum(parameter.numel() for parameter in each.parameters()) for each in transformer_blocks(model)]
+    layers = [sum(parameter.numel() for parameter in each.parameters()) for each in get_transformer_blocks(model)]
     named = dict(model.named_parameters())
     parameters = sum(parameter.numel() for parameter in named.values()) + is_critic * text.hidden_size
 

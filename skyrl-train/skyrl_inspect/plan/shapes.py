@@ -22,7 +22,7 @@ def load_shapes(
         ConfigError: a config cannot be read, or the training backend cannot hold the model.
     """
     shapes: dict[Role, ModelShape] = {}
-    check = TrainingBackendRegistry.requirements(cfg.trainer.strategy).check_model_config
+    check = TrainingBackendRegistry.get_requirements(cfg.trainer.strategy).check_model_config
     for role in list_roles(cfg):
         settings = getattr(cfg.trainer, role)
         path = settings.model.path

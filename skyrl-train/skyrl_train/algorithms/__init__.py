@@ -1,1 +1,1 @@
-"""The mathematics: pure functions of tensors. Imports torch and the configuration, nothing else."""
+"""Mathematics of the algorithms: pure functions of tensors. Imports torch and the configuration only."""

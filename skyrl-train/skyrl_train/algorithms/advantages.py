@@ -1,10 +1,9 @@
-"""Advantage estimators: from rewards to how much better each token was than expected.
+"""Advantage estimators, which map rewards to advantages of tokens.
 
-An estimator sees only rollouts that ended as they should: a failed one is taken out before, so that no estimator has to
-know of failures and none can let one into a baseline. Two masks are two things: the response mask is 1 on what the
-model and the environment wrote, the action mask on what the model wrote (and is trained on). What stands outside the
-response mask may be anything, NaN included. Sums run in float64, so rows and tokens may come in any order, and scores
-that are equal have a variance of exactly 0.
+Failed rollouts are removed before an estimator is called, so that none of them enters a baseline. The response mask is
+1 on tokens of the model and the environment, the action mask on tokens of the model (which are trained). Values outside
+the response mask may be anything, including NaN. Sums run in float64: results do not depend on the order of rows and
+tokens, and equal scores have a variance of exactly 0.
 
 Shapes: B sequences, T response tokens, G groups (the samples of one prompt), K turns.
 """
@@ -23,21 +22,21 @@ from skyrl_train.config.requirements import (
 )
 
 AdvantageEstimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""Called with keywords alone: `token_level_rewards` [B, T], `response_mask` [B, T], `action_mask` [B, T], `index` (B
-group names), `turns` [B, T] int64 (the number of the turn a token belongs to), `values` [B, T] or None, `config`
-(AlgorithmConfig), `grpo_norm_by_std`, `gamma`, `lambd`; takes what it needs, and `**_`. Returns advantages and returns,
-both [B, T]."""
+"""Called with keywords: `token_level_rewards` [B, T], `response_mask` [B, T], `action_mask` [B, T], `index` (B group
+names), `turns` [B, T] int64 (turn number of each token), `values` [B, T] or None, `config` (AlgorithmConfig),
+`grpo_norm_by_std`, `gamma`, `lambd`; an estimator declares the ones it needs, and `**_`. Returns advantages and
+returns, both [B, T]."""
 
 __all__ = [
     "AdvantageEstimator",
     "AdvantageEstimatorRegistry",
     "EstimatorRequirements",
-    "group_means",
-    "group_numbers",
-    "negative_groups",
+    "compute_group_means",
+    "compute_group_numbers",
+    "compute_turn_numbers",
+    "count_negative_groups",
     "normalize_advantages",
     "register_advantage_estimator",
-    "turn_numbers",
 ]
 
 _GROUPS = EstimatorRequirements(critic=False, groups=True)
@@ -45,7 +44,7 @@ _GROUPS = EstimatorRequirements(critic=False, groups=True)
 _EPSILON = 1e-6
 _ROWS = 128
 _LARGEST_EXPONENT = 500.0
-_SMALLEST_DISCOUNT = 1e-12  # what 0 is taken for: the recursion divides by it
+_SMALLEST_DISCOUNT = 1e-12  # replaces 0, because the recursion divides by it
 
 
 # ---- one advantage a sequence, from its group
@@ -59,46 +58,46 @@ def grpo_advantages(
     grpo_norm_by_std: bool = True,
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group-relative advantages (GRPO, https://arxiv.org/abs/2402.03300, section 4.1):
+    """Compute group-relative advantages (GRPO, https://arxiv.org/abs/2402.03300, section 4.1):
 
         score_b = sum_t reward_bt
         A_bt    = (score_b - mean of the group) / (std of the group + 1e-6)
 
-    with the sample standard deviation (divisor n - 1). A group of one has no baseline: mean 0, std 1.
-    Without `grpo_norm_by_std` there is no division (Dr. GRPO, https://arxiv.org/abs/2503.20783).
+    with the sample standard deviation (divisor n - 1). A group of one has no baseline: mean 0, std 1. Without
+    `grpo_norm_by_std` the scores are not divided (Dr. GRPO, https://arxiv.org/abs/2503.20783).
 
     Returns:
         advantages and returns (equal here), [B, T], 0 outside `response_mask`.
     """
-    scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
-    mean_G, size_G = group_means(scores_B, group_B, counts_B)
+    scores_B, group_B, counts_B = _compute_scores_and_groups(token_level_rewards, response_mask, index)
+    mean_G, size_G = compute_group_means(scores_B, group_B, counts_B)
     alone_B = size_G[group_B] == 1
     centred_B = scores_B - torch.where(alone_B, 0.0, mean_G[group_B])
     if grpo_norm_by_std:
-        std_G = _group_stds(centred_B, group_B, counts_B, size_G)
+        std_G = _compute_group_stds(centred_B, group_B, counts_B, size_G)
         centred_B = centred_B / (torch.where(alone_B, 1.0, std_G[group_B]) + _EPSILON)
-    return _of_every_token(centred_B, response_mask, token_level_rewards)
+    return _expand_to_tokens(centred_B, response_mask, token_level_rewards)
 
 
 @register_advantage_estimator("rloo", requires=_GROUPS)
 def rloo_advantages(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable], **_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """REINFORCE with the mean of the *other* samples of the prompt as baseline (RLOO, https://arxiv.org/abs/2402.14740,
-    section 2.2):
+    """Compute REINFORCE advantages with the mean of the *other* samples of the prompt as baseline (RLOO,
+    https://arxiv.org/abs/2402.14740, section 2.2):
 
         A_b = score_b - (sum of the group's scores - score_b) / (n - 1)  =  n / (n - 1) * (score_b - mean of the group)
 
-    The baseline of a sample does not depend on the sample, so the gradient is unbiased. A group of one has no others:
-    its advantage is 0, and it teaches nothing.
+    The baseline of a sample does not depend on the sample, so the gradient is unbiased. In a group of one the advantage
+    is 0.
 
     Returns:
         advantages and returns (equal here), [B, T], 0 outside `response_mask`.
     """
-    scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
-    mean_G, size_G = group_means(scores_B, group_B, counts_B)
+    scores_B, group_B, counts_B = _compute_scores_and_groups(token_level_rewards, response_mask, index)
+    mean_G, size_G = compute_group_means(scores_B, group_B, counts_B)
     scale_G = size_G / (size_G - 1).clamp(min=1)
-    return _of_every_token((scores_B - mean_G[group_B]) * scale_G[group_B], response_mask, token_level_rewards)
+    return _expand_to_tokens((scores_B - mean_G[group_B]) * scale_G[group_B], response_mask, token_level_rewards)
 
 
 @register_advantage_estimator(
@@ -107,29 +106,31 @@ def rloo_advantages(
 def maxrl_advantages(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable], **_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maximum-likelihood reinforcement learning (MaxRL, https://arxiv.org/abs/2602.02710): scores are successes, and
-    the log of the chance of success is what rises, so that rare successes weigh more:
+    """Compute advantages of maximum-likelihood reinforcement learning (MaxRL, https://arxiv.org/abs/2602.02710). Scores
+    are successes, and the objective is the log of the success probability, so that rare successes weigh more:
 
         A_b = (score_b - mean of the group) / mean of the group         0 in a group whose mean is 0
 
-    The formula means something for scores of 0 and above alone. A group with a negative mean gets 0 (with the division
-    its signs would be turned round); `negative_groups` counts them. In a group of one, the mean is the score: 0.
+    Defined for non-negative scores only. A group with a negative mean gets 0 (the division would flip the signs);
+    `count_negative_groups` counts such groups. In a group of one, the mean is the score: 0.
 
     Returns:
         advantages and returns (equal here), [B, T], 0 outside `response_mask`.
     """
-    scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
-    mean_G = group_means(scores_B, group_B, counts_B)[0]
+    scores_B, group_B, counts_B = _compute_scores_and_groups(token_level_rewards, response_mask, index)
+    mean_G = compute_group_means(scores_B, group_B, counts_B)[0]
     mean_B = mean_G[group_B]
     divisor_B = torch.where(mean_B > 0, mean_B, 1.0)
     values_B = torch.where(mean_B > 0, (scores_B - mean_B) / divisor_B, 0.0)
-    return _of_every_token(values_B, response_mask, token_level_rewards)
+    return _expand_to_tokens(values_B, response_mask, token_level_rewards)
 
 
-def negative_groups(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable]) -> int:
+def count_negative_groups(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable]
+) -> int:
     """Count the groups with a mean score below 0, for which `maxrl` is not defined."""
-    scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
-    return int((group_means(scores_B, group_B, counts_B)[0] < 0).sum())
+    scores_B, group_B, counts_B = _compute_scores_and_groups(token_level_rewards, response_mask, index)
+    return int((compute_group_means(scores_B, group_B, counts_B)[0] < 0).sum())
 
 
 @register_advantage_estimator("reinforce++_baseline", requires=_GROUPS)
@@ -140,34 +141,33 @@ def reinforce_baseline_advantages(
     index: Sequence[Hashable],
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """REINFORCE++ with baseline (https://arxiv.org/abs/2501.03262): the group's mean is taken off, and the batch as a
-    whole gives the scale, so that a group of nearly equal scores is not blown up as by GRPO:
+    """Compute REINFORCE++ advantages with baseline (https://arxiv.org/abs/2501.03262): the mean is per group, the scale
+    per batch, so that groups of nearly equal scores are not amplified as by GRPO:
 
         A'_bt = score_b - mean of the group                 at every action token
         A_bt  = (A'_bt - mean of A') / std of A'            over the action tokens of the whole batch
 
-    The paper normalises over all token advantages of the global batch, hence a long answer weighs more in mean and std;
-    so does this. With groups of equal size, the leave-one-out baseline gives the same: its factor n / (n - 1) cancels.
-    The paper's KL penalty is a setting of its own here (`use_kl_loss`, or `use_kl_in_reward`). A group of one is its
-    own baseline: A' is 0.
+    As in the paper, mean and std are over all tokens, so that long responses weigh more. With groups of equal size, the
+    leave-one-out baseline is equivalent: its factor n / (n - 1) cancels. The paper's KL penalty is a separate setting
+    (`use_kl_loss` or `use_kl_in_reward`). In a group of one, A' is 0.
 
     Returns:
         advantages, [B, T], 0 outside `action_mask`, and A' as returns.
     """
-    scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
-    mean_G = group_means(scores_B, group_B, counts_B)[0]
-    centred = _of_every_token(scores_B - mean_G[group_B], action_mask, token_level_rewards)[0]
+    scores_B, group_B, counts_B = _compute_scores_and_groups(token_level_rewards, response_mask, index)
+    mean_G = compute_group_means(scores_B, group_B, counts_B)[0]
+    centred = _expand_to_tokens(scores_B - mean_G[group_B], action_mask, token_level_rewards)[0]
     return normalize_advantages(centred, action_mask), centred
 
 
 # ---- credit over turns and tokens
 
 
-def turn_numbers(action_mask: torch.Tensor) -> torch.Tensor:
-    """The number of the turn that each column belongs to, from 0: int64 [B, T].
+def compute_turn_numbers(action_mask: torch.Tensor) -> torch.Tensor:
+    """Compute the turn number of each token, from 0: int64 [B, T].
 
-    A turn begins where a run of 1s of the action mask begins, and lasts until the next does: what the environment
-    answers belongs to the turn it answers. Columns before the first run are turn 0.
+    A turn starts with a run of 1s in the action mask and ends before the next run, so it includes the environment's
+    response. Tokens before the first run belong to turn 0.
     """
     is_action = action_mask != 0
     begins = is_action.float()
@@ -185,36 +185,36 @@ def turn_grpo_advantages(
     gamma: float = 1.0,
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """GRPO turn by turn: a turn is compared with the turn of the same number in the other samples of the prompt, by
-    what came from there on. r_bk is the sum of the rewards on the tokens of turn k:
+    """Compute turn-level GRPO advantages: a turn is compared with the same turn of the other samples of the prompt, by
+    the discounted rewards from that turn on. r_bk is the sum of the rewards on the tokens of turn k:
 
         G_bk = sum_(j >= k) gamma^(j - k) r_bj
         A_bt = (G_bk - mean_k) / (std_k + 1e-6)             k the turn of token t
 
-    Mean and (sample) standard deviation are over the samples of the group that have a turn k. A turn that no other
-    sample of the group has is compared with nothing: 0. Without `grpo_norm_by_std` there is no division. With one turn
-    a sample this is GRPO, groups of one aside. (A token's baseline depends on nothing the token could change.)
+    Mean and (sample) standard deviation are over the samples of the group that have a turn k. A turn of only one sample
+    gets 0. Without `grpo_norm_by_std` the returns are not divided. With a single turn per sample this equals GRPO,
+    except for groups of one. (A token's baseline depends on nothing that the token could change.)
 
     Args:
-        turns: [B, T] or [T] int64, from `turn_numbers`.
+        turns: [B, T] or [T] int64, from `compute_turn_numbers`.
 
     Returns:
         advantages and G at every token, [B, T], 0 outside `response_mask`.
     """
-    # Turn k is column k + 1: what is masked lands in column 0, and is left there.
+    # Turn k is column k + 1: masked tokens are added to column 0, which is ignored.
     columns = torch.where(response_mask != 0, turns.expand_as(response_mask) + 1, 0)
     num_columns = int(columns.max()) + 1 if columns.numel() else 1
     nothing = torch.zeros(len(columns), num_columns, dtype=torch.float64, device=columns.device)
     rewards_BK = nothing.scatter_add(1, columns, token_level_rewards.double())[:, 1:]
     counts_BK = nothing.scatter(1, columns, 1.0)[:, 1:] != 0
-    returns_BK = _returns(rewards_BK, torch.ones_like(counts_BK), torch.ones_like(counts_BK), gamma)
-    # A group's turn k is a group of its own.
-    group_BK = group_numbers(index).to(columns.device)[:, None] * (num_columns - 1)
+    returns_BK = _compute_returns(rewards_BK, torch.ones_like(counts_BK), torch.ones_like(counts_BK), gamma)
+    # Turn k of a group is treated as a separate group.
+    group_BK = compute_group_numbers(index).to(columns.device)[:, None] * (num_columns - 1)
     group_BK = group_BK + torch.arange(num_columns - 1, device=columns.device)
-    mean_G, size_G = group_means(returns_BK.flatten(), group_BK.flatten(), counts_BK.flatten())
+    mean_G, size_G = compute_group_means(returns_BK.flatten(), group_BK.flatten(), counts_BK.flatten())
     centred_BK = torch.where(size_G[group_BK] > 1, returns_BK - mean_G[group_BK], 0.0)
     if grpo_norm_by_std:
-        std_G = _group_stds(centred_BK.flatten(), group_BK.flatten(), counts_BK.flatten(), size_G)
+        std_G = _compute_group_stds(centred_BK.flatten(), group_BK.flatten(), counts_BK.flatten(), size_G)
         centred_BK = centred_BK / (std_G[group_BK] + _EPSILON)
     dtype = token_level_rewards.dtype
     advantages, returns = (F.pad(values, (1, 0)).to(dtype).gather(1, columns) for values in (centred_BK, returns_BK))
@@ -225,9 +225,9 @@ def turn_grpo_advantages(
 def token_reward_advantages(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Use every token's own reward as its advantage; nothing later counts: A_bt = reward_bt.
+    """Use every token's reward as its advantage, without later rewards: A_bt = reward_bt.
 
-    For on-policy distillation, where the reward of a token is how much likelier a teacher thinks it
+    For on-policy distillation, where the reward of a token is its log-ratio of teacher to student
     (https://arxiv.org/abs/2306.13649 with the reverse KL divergence).
 
     Returns:
@@ -245,19 +245,19 @@ def reinforce_advantages(
     gamma: float = 1.0,
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """REINFORCE++ (https://arxiv.org/abs/2501.03262): the discounted rewards from a token on, normalised over the
-    batch. Over the action tokens 1, 2, ... of a sequence:
+    """Compute REINFORCE++ advantages (https://arxiv.org/abs/2501.03262): discounted returns, normalized over the batch.
+    Over the action tokens 1, 2, ... of a sequence:
 
         G_i = R_i + gamma * G_(i+1)
         A_i = (G_i - mean of G) / std of G                  over the action tokens of the whole batch
 
-    R_i is the reward on action token i and on what the environment wrote until the next: time passes only where the
-    model acts. A reward before the first action token is nobody's.
+    R_i is the reward on action token i and on the environment tokens before the next one: only action tokens are
+    discounted. Rewards before the first action token are ignored.
 
     Returns:
         advantages and G, [B, T], 0 outside `action_mask`.
     """
-    returns = _returns(token_level_rewards, response_mask != 0, action_mask != 0, gamma)
+    returns = _compute_returns(token_level_rewards, response_mask != 0, action_mask != 0, gamma)
     return normalize_advantages(returns, action_mask), returns
 
 
@@ -271,22 +271,22 @@ def gae_advantages(
     lambd: float = 1.0,
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16), over the action tokens 1, 2, ... of
-    a sequence, with V 0 after the last:
+    """Compute generalized advantage estimates (https://arxiv.org/abs/1506.02438, eq. 16), over the action tokens 1, 2,
+    ... of a sequence, with V 0 after the last:
 
         delta_i = R_i + gamma * V_(i+1) - V_i
         A_i     = delta_i + gamma * lambda * A_(i+1)
         return  = A_i + V_i
 
-    and then A normalised over the action tokens of the whole batch, as in PPO. R_i is the reward on action token i and
-    on what the environment wrote until the next; neither the environment's tokens nor the values there count as time.
-    A reward before the first action token is nobody's.
+    A is then normalized over the action tokens of the whole batch, as in PPO. R_i is the reward on action token i and
+    on the environment tokens before the next one; environment tokens and their values are skipped. Rewards before the
+    first action token are ignored.
 
     Args:
-        values: [B, T], what the critic expects before each token is written.
+        values: [B, T], the critic's prediction before each token.
 
     Returns:
-        advantages (normalised) and returns (not), [B, T], 0 outside `action_mask`.
+        advantages (normalized) and returns (not), [B, T], 0 outside `action_mask`.
 
     Raises:
         ValueError: `values` is None.
@@ -294,20 +294,20 @@ def gae_advantages(
     if values is None:
         raise ValueError("gae needs the critic's values")
     actions = action_mask != 0
-    returns = _returns(token_level_rewards, response_mask != 0, actions, gamma, lambd, values)
+    returns = _compute_returns(token_level_rewards, response_mask != 0, actions, gamma, lambd, values)
     return normalize_advantages(returns - values, actions), returns
 
 
 def normalize_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Normalise advantages to mean 0 and variance 1 over the tokens where mask is 1; 0 elsewhere. [B, T]
+    """Normalize advantages to mean 0 and variance 1 over the tokens where mask is 1; 0 elsewhere. [B, T]
 
-    The variance is the sample's (divisor n - 1), and 1e-8 is added to it: equal advantages, or a single one, become 0.
+    The variance is the sample variance (divisor n - 1) plus 1e-8: equal advantages, or a single one, become 0.
     """
     kept = mask != 0
     count = torch.count_nonzero(kept)
     centred = torch.where(kept, advantages, 0.0)
-    # In float64: the mean of equal float32 values is then that value, and a batch without differences becomes 0 instead
-    # of a rounding error divided by itself. The sum casts as it goes, without a copy.
+    # In float64 the mean of equal float32 values is that value, so that a batch without differences becomes 0 instead
+    # of an amplified rounding error. The sum casts on the fly, without a copy.
     mean = centred.sum(dim=-1, dtype=torch.float64).sum() / count.clamp(min=1)
     centred.sub_(mean).masked_fill_(~kept, 0.0)
     variance = torch.linalg.vector_norm(centred, dim=-1).double().square().sum() / (count - 1).clamp(min=1)
@@ -317,43 +317,43 @@ def normalize_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.
 # ---- groups
 
 
-def group_numbers(index: Sequence[Hashable]) -> torch.Tensor:
-    """Group names as numbers 0..G-1 [B], in order of first appearance."""
+def compute_group_numbers(index: Sequence[Hashable]) -> torch.Tensor:
+    """Map group names to numbers 0..G-1 [B], in order of first appearance."""
     numbers: dict[Hashable, int] = {}
     return torch.tensor([numbers.setdefault(name, len(numbers)) for name in index], dtype=torch.int64)
 
 
-def group_means(
+def compute_group_means(
     scores_B: torch.Tensor, group_B: torch.Tensor, counts_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean score and number of the samples of each group that count [G]; a group in which none does has 0 and 0."""
+    """Compute the mean score and number of counted samples of each group [G]; both are 0 for a group without any."""
     size_G = torch.bincount(group_B, weights=counts_B.double())
     sum_G = torch.bincount(group_B, weights=torch.where(counts_B, scores_B, 0.0).double())
     return sum_G / size_G.clamp(min=1), size_G
 
 
-def _group_stds(
+def _compute_group_stds(
     centred_B: torch.Tensor, group_B: torch.Tensor, counts_B: torch.Tensor, size_G: torch.Tensor
 ) -> torch.Tensor:
-    """Standard deviation of each group [G] (divisor n - 1) of scores from which the group's mean was taken off."""
+    """Compute the standard deviation of each group [G] (divisor n - 1) from scores minus the group's mean."""
     squares_B = torch.where(counts_B, centred_B, 0.0).square()
     return (torch.bincount(group_B, weights=squares_B) / (size_G - 1).clamp(min=1)).sqrt()
 
 
-def _scores_and_groups(
+def _compute_scores_and_groups(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return for each sequence, [B] each: its summed reward (float64), the number of its group, and whether it counts
-    (one without any token is part of no baseline)."""
+    """Compute for each sequence, [B] each: its summed reward (float64), its group number, and whether it counts (a
+    sequence without tokens does not)."""
     mask = response_mask != 0
     scores_B = torch.where(mask, token_level_rewards, 0.0).sum(dim=-1, dtype=torch.float64)
-    return scores_B, group_numbers(index).to(scores_B.device), mask.any(dim=-1)
+    return scores_B, compute_group_numbers(index).to(scores_B.device), mask.any(dim=-1)
 
 
-def _of_every_token(
+def _expand_to_tokens(
     values_B: torch.Tensor, mask: torch.Tensor, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sequence's value at each of its tokens [B, T], as advantages and as returns."""
+    """Expand values of sequences to their tokens [B, T], as advantages and as returns."""
     advantages = torch.where(mask != 0, values_B.to(like.dtype)[:, None], 0.0)
     return advantages, advantages
 
@@ -361,7 +361,7 @@ def _of_every_token(
 # ---- time
 
 
-def _returns(
+def _compute_returns(
     rewards: torch.Tensor,
     response: torch.Tensor,
     actions: torch.Tensor,
@@ -369,15 +369,14 @@ def _returns(
     lambd: float = 1.0,
     values: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Lambda-returns of action tokens (without values: discounted sums of rewards), [B, T], 0 where there is no action:
+    """Compute lambda-returns of action tokens (without values: discounted sums of rewards), [B, T], 0 elsewhere:
 
         L_i = R_i + gamma * ((1 - lambda) * V_(i+1) + lambda * L_(i+1))
 
-    On tokens t this is S_t = r_t + b_(t+1) + d_(t+1) * S_(t+1), where a step onto an action token costs
-    d = gamma * lambda and brings b = gamma * (1 - lambda) * V, and one onto any other token is free. A block of columns
-    is done at once: with w the running product of d, w_t * S_t is the sum of w * (r + b) from t to the end of the
-    block. Blocks are so short that w stays within float64's range, and rows are taken so many at a time that what is
-    worked on stays in the cache.
+    On tokens t this is S_t = r_t + b_(t+1) + d_(t+1) * S_(t+1), where a step onto an action token has d = gamma *
+    lambda and b = gamma * (1 - lambda) * V, and a step onto any other token has d = 1 and b = 0. Columns are processed
+    in blocks: with w the running product of d, w_t * S_t is the sum of w * (r + b) from t to the end of the block.
+    Blocks are short, so that w stays within float64's range; rows are processed in chunks that fit in the cache.
 
     Args:
         response, actions: [B, T] bool.
@@ -387,7 +386,7 @@ def _returns(
     num_columns = rewards.shape[1]
     width = max(1, int(min(num_columns, _LARGEST_EXPONENT / max(abs(math.log(discount)), 1e-9))))
     for first_row in range(0, len(rewards), _ROWS):
-        later: torch.Tensor | float = 0.0  # what the tokens after a block are worth to its last one
+        later: torch.Tensor | float = 0.0  # return of the tokens after the block
         for first_column in range((num_columns - 1) // width * width, -1, -width):
             block = slice(first_row, first_row + _ROWS), slice(first_column, first_column + width)
             gains = torch.where(response[block], rewards[block], 0.0).double()

@@ -1,7 +1,7 @@
-"""Divergences of on-policy distillation: the student's next-token distribution against a teacher's, where the student
-wrote. Pure functions.
+"""Divergences of on-policy distillation between the next-token distributions of student and teacher, at the student's
+response tokens. Pure functions.
 
-Shapes: B rows, R response tokens, K candidate tokens at each token.
+Shapes: B rows, R response tokens, K candidate tokens at each position.
 """
 
 from typing import Literal
@@ -11,24 +11,24 @@ import torch
 KLDirection = Literal["reverse", "forward"]
 
 
-def candidate_kl(
+def compute_candidate_kl(
     student: torch.Tensor, teacher: torch.Tensor, direction: KLDirection, *, with_tail: bool
 ) -> torch.Tensor:
-    """KL divergence of two distributions over the same K tokens and, as one more outcome, all others together:
+    """Compute the KL divergence of two distributions over the same K tokens, with all other tokens as one more outcome:
 
         reverse  sum_i s_i log(s_i / t_i) + s_rest log(s_rest / t_rest)       s_rest = 1 - sum_i s_i
         forward  sum_i t_i log(t_i / s_i) + t_rest log(t_rest / s_rest)       t_rest = 1 - sum_i t_i
 
-    The last term makes it the divergence of the coarsened distributions, and the gradient in s exactly its gradient: it
-    is at least 0, at most the divergence over the whole vocabulary, and 0 only where the two agree. Without it, mass
-    that the student keeps on other tokens costs nothing, and a reverse sum over K tokens can fall below 0.
+    With the last term this is the divergence of the coarsened distributions, and its gradient in s is exact: it is at
+    least 0, at most the divergence over the whole vocabulary, and 0 only if the two agree. Without it, student mass on
+    other tokens costs nothing, and a reverse sum over K tokens can fall below 0.
 
-    The student's log-probs must carry gradients. (Of a sampled estimate such as k1 or k3 with detached log-probs they
-    do not, and a penalty made of it trains nothing.)
+    The student's log-probs must carry gradients. (A sampled estimate such as k1 or k3 with detached log-probs has none,
+    and trains nothing.)
 
     Args:
-        student, teacher: [..., K] log-probs; a teacher's of -inf drops the token, whose mass counts among the others.
-        with_tail: False where the K tokens are the whole vocabulary, so that nothing is left over but rounding.
+        student, teacher: [..., K] log-probs; a teacher's -inf drops the token and adds its mass to the rest.
+        with_tail: False if the K tokens are the whole vocabulary, so that the rest is only rounding error.
 
     Returns:
         [...] in nats, differentiable in `student`.
@@ -40,20 +40,20 @@ def candidate_kl(
     divergence = (s * (student - teacher) if direction == "reverse" else t * (teacher - student)).sum(dim=-1)
     if not with_tail:
         return divergence
-    # Rounding can leave a sum at or above 1: the rest is at least one unit of it, where its gradient ends.
+    # Rounding can leave a sum at or above 1: the rest is clamped to one rounding unit, where its gradient ends.
     smallest = torch.finfo(s.dtype).eps
     s_rest, t_rest = ((1 - each.sum(dim=-1)).clamp(min=smallest) for each in (s, t))
     log_ratio = s_rest.log() - t_rest.log()
     return divergence + (s_rest * log_ratio if direction == "reverse" else -t_rest * log_ratio)
 
 
-def teacher_advantages(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:
-    """Advantage of each sampled token [B, R] under the k1 estimate of the reverse KL divergence, as a reward of its own
-    without a baseline or a sum over later tokens:
+def compute_teacher_advantages(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:
+    """Compute the advantage of each sampled token [B, R] from the k1 estimate of the reverse KL divergence, without a
+    baseline or a sum over later tokens:
 
-        A_t = log teacher(y_t) - log student(y_t)         of the student at the start of the step
+        A_t = log teacher(y_t) - log student(y_t)         student at the start of the step
 
-    With the policy gradient -A_t grad log student(y_t) the expectation over y_t ~ student is the gradient of
-    KL(student || teacher) of this token's distribution.
+    With the policy gradient -A_t grad log student(y_t) the expectation over y_t ~ student is the gradient of KL(student
+    || teacher) of this token's distribution.
     """
     return teacher_log_probs - log_probs

@@ -8,7 +8,7 @@ from skyrl_train.config.algorithm import (
     KLCtrlConfig,
     OffPolicyCorrectionConfig,
     OverlongBufferConfig,
-    registered_sections,
+    list_registered_sections,
 )
 from skyrl_train.config.base import BaseConfig
 from skyrl_train.config.config import (
@@ -76,7 +76,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Return the settings of a registered loss or estimator by the name of their class, such as `SAPOConfig`."""
     if not name.startswith("_"):
-        for settings in registered_sections().values():
+        for settings in list_registered_sections().values():
             if settings.__name__ == name:
                 return settings
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

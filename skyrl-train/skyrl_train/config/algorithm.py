@@ -1,4 +1,4 @@
-"""Settings of the algorithm: what is optimized."""
+"""Settings of the training objective."""
 
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -29,8 +29,8 @@ class KLCtrlConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class OffPolicyCorrectionConfig(BaseConfig):
-    """Correction for rollouts whose log-probs differ from the trainer's, because of an engine of lower precision or of
-    older weights. rho is the ratio pi_trainer / pi_engine of a token at the start of the step.
+    """Correction for a mismatch between the log-probs of rollout engine and trainer, caused by lower precision or older
+    weights of the engine. rho is the ratio pi_trainer / pi_engine of a token at the start of the step.
     """
 
     tis_ratio_type: Literal["token", "sequence"] | None = None
@@ -92,7 +92,7 @@ class OffPolicyCorrectionConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class DynamicSamplingConfig(BaseConfig):
-    """Treatment of prompts whose answers all have the same reward (DAPO, https://arxiv.org/abs/2503.14476)."""
+    """Handling of prompts with equal rewards for all responses (DAPO, https://arxiv.org/abs/2503.14476)."""
 
     type: Literal["filter", "replace"] | None = None
     """`filter` drops such prompts and samples further prompts until the batch is full. `replace` substitutes copies of
@@ -103,14 +103,13 @@ class DynamicSamplingConfig(BaseConfig):
     limit."""
 
     min_replace_ratio: float = 0.3
-    """`replace` samples the whole batch again if this share of its prompts or fewer can be kept."""
+    """`replace` samples the whole batch again if at most this fraction of its prompts can be kept."""
 
 
 @dataclass(kw_only=True)
 class OverlongBufferConfig(BaseConfig):
-    """Soft penalty of DAPO on responses near a length limit L (https://arxiv.org/abs/2503.14476, eq. 13). In a
-    conversation of several turns the whole response counts. The step plan logs the token counts at which the penalty
-    begins and ends.
+    """Soft penalty on responses near a length limit L (DAPO, https://arxiv.org/abs/2503.14476, eq. 13). In a multi-turn
+    conversation the whole response counts. The step plan logs the token counts at which the penalty begins and ends.
     """
 
     len: int | None = None
@@ -125,19 +124,22 @@ class OverlongBufferConfig(BaseConfig):
     = `max_generate_length` + `generator.max_input_length`; milder, because few prompts reach their limit."""
 
 
-def _registrations() -> list[Registration[Any, Any]]:
-    return [*PolicyLossRegistry.registrations().values(), *AdvantageEstimatorRegistry.registrations().values()]
+def _list_registrations() -> list[Registration[Any, Any]]:
+    return [
+        *PolicyLossRegistry.list_registrations().values(),
+        *AdvantageEstimatorRegistry.list_registrations().values(),
+    ]
 
 
-def registered_sections() -> dict[str, type[object]]:
-    """Return name -> dataclass of the settings of every registered loss and estimator that has some.
+def list_registered_sections() -> dict[str, type[object]]:
+    """Return the settings dataclasses of all registered losses and estimators that have settings, by name.
 
     Raises:
         ConfigError: a section cannot be a setting under its name.
     """
     declared = {field.name for field in fields(_DeclaredSettings)}
     sections: dict[str, type[Any]] = {}
-    for entry in _registrations():
+    for entry in _list_registrations():
         if entry.settings is None:
             continue
         if not entry.name.isidentifier() or entry.name in declared or entry.name in sections:
@@ -155,13 +157,13 @@ class _DeclaredSettings(BaseConfig):
     """Objective of the run: losses, advantages, corrections."""
 
     advantage_estimator: str = "grpo"
-    """Registered name of the function that turns rewards into advantages: `grpo`, `rloo`, `maxrl`,
-    `reinforce++`, `reinforce++_baseline`, `gae` (needs a critic), `turn_grpo`, `token_reward`, or one of your own."""
+    """Registered name of the function that turns rewards into advantages: `grpo`, `rloo`, `maxrl`, `reinforce++`,
+    `reinforce++_baseline`, `gae` (needs a critic), `turn_grpo`, `token_reward`, or a custom one."""
 
     policy_loss_type: str = "regular"
     """Registered name of the policy loss: `regular` (PPO's clipped surrogate), `dual_clip`, `gspo`, `cispo`, `sapo`,
     `clip_cov`, `kl_cov`, `rollout_is`, `dppo`, `decoupled_ppo`, `importance_sampling`, `cross_entropy`, `dpo` (for
-    preference pairs), or one of your own."""
+    preference pairs), or a custom one."""
 
     loss_reduction: Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"] = "token_mean"
     """Reduction of the token losses of a mini-batch to a scalar. `token_mean`: mean over all tokens. `sequence_mean`:
@@ -218,7 +220,7 @@ class _DeclaredSettings(BaseConfig):
     off_policy_correction: OffPolicyCorrectionConfig = field(default_factory=OffPolicyCorrectionConfig)
 
     use_tis: bool = False
-    """Old form of `off_policy_correction.tis_ratio_type=token` with the cap `tis_imp_ratio_cap`."""
+    """Deprecated form of `off_policy_correction.tis_ratio_type=token` with the cap `tis_imp_ratio_cap`."""
 
     tis_imp_ratio_cap: float = -1.0
     """Upper bound of a token's ratio, with `use_tis`."""
@@ -230,7 +232,7 @@ class _DeclaredSettings(BaseConfig):
     max_rollout_gap: float | None = 5.0
     """Bound on the gap between engine and trainer: the mean absolute difference of their log-probs over the tokens of a
     step, in nats. A step above it ends the run before its checkpoint. Staleness and rounding explain some tenths; 5
-    tells another temperature, other weights or shifted tokens. null: no bound."""
+    indicates another temperature, other weights or shifted tokens. null: no bound."""
 
     use_kl_loss: bool = True
     """Add the KL divergence to the reference model to the loss. Excludes `use_kl_in_reward`."""
@@ -242,8 +244,8 @@ class _DeclaredSettings(BaseConfig):
     """Weight of the KL divergence, in the loss or in the reward (there the initial value of the controller)."""
 
     kl_estimator_type: Literal["k1", "k2", "k3", "k3+", "abs"] = "k3"
-    """Estimate of the KL divergence from sampled tokens (http://joschu.net/blog/kl-approx.html). `k3+` has the value of
-    `k3` and the gradient of `k2` (straight-through), which is that of the KL divergence."""
+    """Estimator of the KL divergence from sampled tokens (http://joschu.net/blog/kl-approx.html). `k3+` has the value
+    of `k3` and the gradient of `k2` (straight-through), which equals the gradient of the KL divergence."""
 
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
 
@@ -253,21 +255,21 @@ class _DeclaredSettings(BaseConfig):
     entropy_loss_coef: float = 0.01
     """Weight of the entropy bonus."""
 
-    sections: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: registered_sections})
+    sections: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: list_registered_sections})
     """Settings of registered losses and advantage estimators, by registered name."""
 
     def __post_init__(self) -> None:
-        # This package's own sections are always there: they belong to the fingerprint of every run. One of a user's own
-        # is, if its loss or estimator is used: what else a module registers must not make another experiment.
+        # Built-in sections always exist because they belong to the fingerprint of every run. A custom section exists
+        # only if its loss or estimator is used: other registrations of a module must not change the experiment.
         used = (self.policy_loss_type, self.advantage_estimator)
-        for entry in _registrations():
+        for entry in _list_registrations():
             if entry.settings is not None and (entry.is_builtin or entry.name in used):
                 self.sections.setdefault(entry.name, entry.settings())
 
     @property
     def loss_reads_rollout_log_probs(self) -> bool:
         """Whether the policy loss itself uses the log-probs reported by the rollout engine."""
-        requires = PolicyLossRegistry.requirements(self.policy_loss_type)
+        requires = PolicyLossRegistry.get_requirements(self.policy_loss_type)
         if requires.rollout_log_probs_with is None:
             return requires.rollout_log_probs
         setting, choice = requires.rollout_log_probs_with
@@ -276,25 +278,27 @@ class _DeclaredSettings(BaseConfig):
     @property
     def uses_reference_model(self) -> bool:
         """Whether a reference model is loaded at all."""
-        loss = PolicyLossRegistry.requirements(self.policy_loss_type)
+        loss = PolicyLossRegistry.get_requirements(self.policy_loss_type)
         return self.use_kl_loss or self.use_kl_in_reward or loss.reference_model
 
 
 class AlgorithmConfig(_DeclaredSettings):
     """Settings of the RL objective (`trainer.algorithm`)."""
 
-    if not TYPE_CHECKING:  # type checkers know the declared settings, and `section` for the others
+    if not TYPE_CHECKING:  # type checkers know the declared settings, and use `section` for the others
 
         def __init__(self, **values: Any):
             declared = {field.name for field in fields(self)}
-            sections = {name: values.pop(name) for name in registered_sections() if name in values.keys() - declared}
+            sections = {
+                name: values.pop(name) for name in list_registered_sections() if name in values.keys() - declared
+            }
             super().__init__(**values | {"sections": values.get("sections", {}) | sections})
 
         def __getattr__(self, name: str) -> Any:
-            """Return the settings of the loss or estimator `name`: what is no declared setting."""
+            """Return the settings of the loss or estimator `name`. Called for names that are not declared settings."""
             sections = self.__dict__.get("sections", {})
             if name not in sections:
-                settings = None if name.startswith("_") else registered_sections().get(name)
+                settings = None if name.startswith("_") else list_registered_sections().get(name)
                 if settings is None:
                     raise AttributeError(f"trainer.algorithm has no setting {name}")
                 sections[name] = settings()
@@ -308,11 +312,11 @@ class AlgorithmConfig(_DeclaredSettings):
                 super().__setattr__(name, value)
 
     def section(self, settings: type[Section]) -> Section:
-        """Return the settings of this type: those of the loss or estimator that was registered with it."""
+        """Return the settings of this type, which belong to the loss or estimator registered with it."""
         for value in self.sections.values():
             if isinstance(value, settings):
                 return value
-        for name, registered in registered_sections().items():
+        for name, registered in list_registered_sections().items():
             if registered is settings:
                 return self.sections.setdefault(name, settings())
         raise KeyError(f"no registered loss or estimator has settings of the type {settings.__name__}")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.config.other_releases import translated
+from skyrl_train.config.other_releases import translate_settings
 from skyrl_train.config.typed import build, to_dict
 from skyrl_train.errors import ConfigError
 
@@ -19,29 +19,30 @@ class BaseConfig:
 
     @classmethod
     def from_dict(cls, values: "Mapping[str, object] | DictConfig") -> "Self":
-        """Typed settings from plain values or from OmegaConf's, whose interpolations are resolved first. Settings of
-        other releases that ask for what is done anyway are accepted.
+        """Build typed settings from plain values or OmegaConf's, resolving interpolations first. Settings of other
+        releases are accepted if they request the existing behaviour.
 
-        Raises ConfigError on a name that does not exist, a type or choice that does not fit, a value that is missing.
+        Raises:
+            ConfigError: an unknown name, a type or choice that does not fit, or a missing value.
         """
-        return build(cls, translated(plain(values), lambda: default_values(cls)))
+        return build(cls, translate_settings(to_plain_values(values), lambda: get_default_values(cls)))
 
     @classmethod
     def from_dict_config(cls, values: "Mapping[str, object] | DictConfig") -> "Self":
-        """The same as `from_dict`, under the name that other SkyRL releases use."""
+        """Same as `from_dict`, under the name that other SkyRL releases use."""
         return cls.from_dict(values)
 
 
-def default_values(config_type: type[Any]) -> dict[str, Any]:
-    """The defaults as plain values, references to other settings kept as text (so that Hydra may resolve them last)."""
+def get_default_values(config_type: type[Any]) -> dict[str, Any]:
+    """Return the defaults as plain values. References to other settings stay text, so that Hydra resolves them last."""
     return {
         field.name: to_dict(field.default if field.default_factory is MISSING else field.default_factory())
         for field in fields(config_type)
     }
 
 
-def plain(values: "Mapping[str, object] | DictConfig") -> dict[str, Any]:
-    """Plain values of a dict or a DictConfig."""
+def to_plain_values(values: "Mapping[str, object] | DictConfig") -> dict[str, Any]:
+    """Convert a dict or a DictConfig to plain values."""
     if isinstance(values, dict):
         return values
     from omegaconf import DictConfig, OmegaConf

@@ -1,6 +1,6 @@
-"""Bounds of numbers, written beside the setting: `delta: Annotated[float, AtLeast(0)] = 0.2`.
+"""Bounds of numbers, declared at the setting: `delta: Annotated[float, AtLeast(0)] = 0.2`.
 
-Checked for the settings of losses and estimators when a run's settings are validated, not where they are made.
+Bounds of losses and estimators are checked when the settings of a run are validated, not at construction.
 """
 
 from dataclasses import dataclass, fields
@@ -15,8 +15,8 @@ class Above:
 
     bound: float
 
-    def violation(self, value: float | None, section: object, name: str) -> str | None:
-        """Return the rule that `value` breaks, or None. null, where it may be, breaks none."""
+    def find_violation(self, value: float | None, section: object, name: str) -> str | None:
+        """Return the rule that `value` violates, or None. An allowed null violates none."""
         return None if value is None or value > self.bound else f"must be greater than {self.bound:g}; got {value}"
 
 
@@ -26,7 +26,7 @@ class AtLeast:
 
     bound: float
 
-    def violation(self, value: float | None, section: object, name: str) -> str | None:
+    def find_violation(self, value: float | None, section: object, name: str) -> str | None:
         return None if value is None or value >= self.bound else f"must be {self.bound:g} or greater; got {value}"
 
 
@@ -37,7 +37,7 @@ class Between:
     low: float
     high: float
 
-    def violation(self, value: float | None, section: object, name: str) -> str | None:
+    def find_violation(self, value: float | None, section: object, name: str) -> str | None:
         if value is None or self.low <= value <= self.high:
             return None
         return f"must be from {self.low:g} to {self.high:g}; got {value}"
@@ -49,7 +49,7 @@ class NotAbove:
 
     other: str
 
-    def violation(self, value: object, section: object, name: str) -> str | None:
+    def find_violation(self, value: object, section: object, name: str) -> str | None:
         limit = getattr(section, self.other)
         if value is None or limit is None or value <= limit:
             return None
@@ -62,6 +62,6 @@ def check_bounds(section: Any, name: str) -> None:
     for field in fields(section):
         for mark in get_args(hints[field.name])[1:]:
             if isinstance(mark, Above | AtLeast | Between | NotAbove):
-                rule = mark.violation(getattr(section, field.name), section, name)
+                rule = mark.find_violation(getattr(section, field.name), section, name)
                 if rule is not None:
                     raise ConfigError(f"{name}.{field.name}{'' if rule.startswith('=') else ' '}{rule}")

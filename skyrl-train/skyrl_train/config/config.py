@@ -1,8 +1,8 @@
-"""Settings of the trainer, the one home of every name, type, default and meaning.
+"""Settings of the trainer: the only definition of every name, type, default and meaning.
 
 Hydra's defaults (`store.py`), the checks (`validation.py`) and the reference page (`document.py`) are made from these
-dataclasses. A text `${trainer.seed}` as a default means "the value of that setting": `SkyRLConfig` resolves it, a
-section made on its own keeps the text. Imports no torch, no Ray, no Hydra.
+dataclasses. The default `${trainer.seed}` means "the value of that setting": `SkyRLConfig` resolves it, a section built
+alone keeps the text. Imports no torch, no Ray, no Hydra.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ import yaml
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.asynchronous import FullyAsyncConfig
-from skyrl_train.config.base import BaseConfig, plain
+from skyrl_train.config.base import BaseConfig, to_plain_values
 from skyrl_train.config.deepspeed import DeepSpeedConfig
 from skyrl_train.config.distillation import DistillationConfig
 from skyrl_train.config.generation import Device, GeneratorConfig
@@ -30,7 +30,7 @@ TrackerName = Literal[
 ]
 
 TAG_TRACKERS = ("wandb", "swanlab", "clearml")
-"""Trackers that `trainer.tags` reach."""
+"""Trackers that support `trainer.tags`."""
 SAMPLE_TRACKERS = ("wandb", "tensorboard", "swanlab")
 """Trackers that show samples (`trainer.num_logger_train_samples`)."""
 
@@ -55,8 +55,8 @@ class DataConfig(BaseConfig):
     """Evaluation sets, in the same forms. Empty: no evaluation."""
 
     cache_dir: str | None = None
-    """Folder of rows with the lengths of their prompts, kept for the next start with the same files, tokenizer and chat
-    template. null: a folder beside those of Hugging Face's datasets (HF_DATASETS_CACHE). It may be deleted when no run
+    """Cache folder of rows with the lengths of their prompts, reused with the same files, tokenizer and chat template.
+    null: a folder next to the datasets cache of Hugging Face (HF_DATASETS_CACHE). It may be deleted while no run
     starts."""
 
 
@@ -81,25 +81,25 @@ class PlacementConfig(BaseConfig):
 
     colocate_policy_ref: bool = True
     """The policy and the reference model share GPUs: log-probs of the reference model wait for the end of generation.
-    False: it computes those of finished groups meanwhile. Read only with `colocate_all=false`."""
+    False: they are computed for finished groups during generation. Read only with `colocate_all=false`."""
 
     policy_num_nodes: int = 1
     """Machines that train the policy."""
 
     policy_num_gpus_per_node: int = 1
-    """Policy workers on each of them: one per GPU, or this many processes on a CPU."""
+    """Policy workers on each machine: one per GPU, or this many processes on a CPU."""
 
     critic_num_nodes: int = 1
     """Machines that train the critic."""
 
     critic_num_gpus_per_node: int = 1
-    """Critic workers on each of them: one per GPU, or this many processes on a CPU."""
+    """Critic workers on each machine: one per GPU, or this many processes on a CPU."""
 
     ref_num_nodes: int = 1
     """Machines that hold the reference model."""
 
     ref_num_gpus_per_node: int = 1
-    """Reference workers on each of them: one per GPU, or this many processes on a CPU."""
+    """Reference workers on each machine: one per GPU, or this many processes on a CPU."""
 
     @property
     def policy_world_size(self) -> int:
@@ -116,11 +116,13 @@ class PlacementConfig(BaseConfig):
         """Number of reference workers."""
         return self.ref_num_nodes * self.ref_num_gpus_per_node
 
-    def resolved_device(self) -> Device:
-        """`device` with `auto` answered by this machine. Ask on the driver: Ray hides GPUs from tasks without."""
+    def resolve_device(self) -> Device:
+        """Return `device`, with `auto` resolved for this machine. Call it on the driver: Ray hides GPUs from tasks
+        without one.
+        """
         if self.device != "auto":
             return self.device
-        import torch  # optional and heavy: only the question needs it
+        import torch  # optional and heavy: imported only when needed
 
         return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -137,9 +139,9 @@ class TrainerConfig(BaseConfig):
 
     enable_ray_gpu_monitor: bool = True
     """Log utilization and memory of every GPU that trains the policy, and memory of its machine, as means over the step
-    (`gpu/…`). No effect without GPUs and nvidia-smi. (The name is that of other releases.)"""
+    (`gpu/…`). No effect without GPUs and nvidia-smi. (The name matches other releases.)"""
 
-    strategy: Annotated[str, Choices(TrainingBackendRegistry.registrations)] = "fsdp2"
+    strategy: Annotated[str, Choices(TrainingBackendRegistry.list_registrations)] = "fsdp2"
     """Training backend: how model parameters are stored, sharded over ranks and updated."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -178,20 +180,20 @@ class TrainerConfig(BaseConfig):
     1.)"""
 
     max_tokens_per_microbatch: int | None = None
-    """Maximum number of tokens per forward of one worker, in place of the two counts of sequences above: sequences are
-    packed into micro-batches up to this size (a longer sequence gets a micro-batch of its own). A prefix that is
-    computed once (`use_shared_prefixes`) counts once. Needs `use_sample_packing`."""
+    """Maximum number of tokens per forward of one worker; replaces the two counts of sequences above. Sequences are
+    packed into micro-batches up to this size (a longer sequence gets its own micro-batch). A prefix that is computed
+    once (`use_shared_prefixes`) counts once. Needs `use_sample_packing`."""
 
     use_sample_packing: bool = True
     """Concatenate the sequences of a micro-batch, so that no padding is computed."""
 
     use_shared_prefixes: bool = True
-    """Compute the beginning of a prompt once for all sequences of a micro-batch that have it, such as the samples of a
-    prompt. Exact: gradients are those of separate sequences. Needs `use_sample_packing`; without effect in a mixture of
-    experts, with dropout in adapters, and under Megatron."""
+    """Compute a shared prompt prefix once for all sequences of a micro-batch, such as the samples of a prompt. Exact:
+    gradients equal those without sharing. Needs `use_sample_packing`; no effect on mixtures of experts, with adapter
+    dropout, or under Megatron."""
 
     logprobs_chunk_size: int = 1024
-    """Number of tokens whose logits are in memory at a time, when log-probs are computed."""
+    """Number of tokens whose logits are held in memory at a time when log-probs are computed."""
 
     sequence_parallel_backend: Literal["ulysses"] = "ulysses"
     """Method by which `sequence_parallel_size` workers share a sequence."""
@@ -240,8 +242,8 @@ class TrainerConfig(BaseConfig):
     """Folder of the run: settings, metrics, trajectories, logs, and (unless set otherwise) checkpoints and exports."""
 
     log_path: str | None = None
-    """Folder for the logs of processes: those of this run are in its subfolder `project_name`/`run_name`, to which
-    `run_dir`/logs then links. With several nodes, on a file system that all share. null: `run_dir`/logs itself."""
+    """Folder for process logs, which are written to its subfolder `project_name`/`run_name`; `run_dir`/logs links to
+    it. With several nodes it must be on a shared file system. null: `run_dir`/logs itself."""
 
     logger: TrackerName | list[TrackerName] = "console"
     """Destinations of metrics, one name or several: the console, and services of accelerate.tracking (the extra
@@ -261,13 +263,12 @@ class TrainerConfig(BaseConfig):
     """Training steps between trajectories printed on the console. <= 0: never."""
 
     show_progress: bool = True
-    """Show on the console how far steps, generation, evaluation, loading and saving are: by bars on a terminal,
-    elsewhere by a line of the log now and then."""
+    """Show progress of steps, generation, evaluation, loading and saving on the console: bars on a terminal, occasional
+    log lines elsewhere."""
 
     curve_bands: str | None = None
-    """File of the curves that are expected of this run (YAML: metric, step, lowest and highest value; see
-    docs/recipes.md). A metric that leaves its band is logged as a warning and as `expected/<metric>/outside`. null: no
-    comparison."""
+    """File of expected metric curves (YAML: metric, step, lowest and highest value; see docs/recipes.md). A metric that
+    leaves its band is logged as a warning and as `expected/<metric>/outside`. null: no comparison."""
 
     hooks: list[str] = field(default_factory=lambda: list(DEFAULT_HOOKS))
     """Subclasses of `skyrl_train.hooks.TrainerHook`, `package.module.Class` each, that observe the run (see
@@ -289,17 +290,17 @@ class TrainerConfig(BaseConfig):
     """Number of checkpoints to keep; older ones are removed. -1: keep all."""
 
     resume_mode: Literal["none", "latest", "from_path"] | None = "latest"
-    """`latest` resumes from the newest complete checkpoint in `ckpt_path`, or starts from scratch if there is none.
+    """`latest` resumes from the newest complete checkpoint in `ckpt_path`, or starts from scratch without one.
     `from_path` resumes from `resume_path`. `none` (or null) starts from scratch."""
 
     resume_path: str | None = None
     """Folder `global_step_N`, or its URL, for `resume_mode=from_path`."""
 
     resume_allow_changes: bool = False
-    """Resume from a checkpoint of a different experiment. Without it, a run is refused if its training data (by
+    """Resume from a checkpoint of a different experiment. If false, a run is rejected when its training data (by
     content), environment, models, seeds, batch sizes, samples per prompt, advantage estimator or policy loss differ
-    from those of the checkpoint. Other settings, such as the learning rate, may always change; differences are logged.
-    (The position in the data is stored as a number of batches, whatever their size.)"""
+    from the checkpoint. Other settings, such as the learning rate, may always change; differences are logged. (The
+    position in the data is stored as a number of batches, whatever their size.)"""
 
     export_path: str = "${trainer.run_dir}/exports"
     """Folder, or URL, of exported models, dumped batches and evaluations."""
@@ -322,16 +323,16 @@ class TrainerConfig(BaseConfig):
     """
 
     dump_token_columns: bool = True
-    """With `dump_trajectories`, write what training knew of each token as well: the policy's log-prob before the step
-    and its entropy, the advantage, and whether the token trained. About 15 bytes a token."""
+    """With `dump_trajectories`, also write per-token training values: the policy's log-prob before the step and its
+    entropy, the advantage, and whether the token was trained. About 15 bytes per token."""
 
     compress_trajectories: bool = False
-    """Write trajectories of the run folder, and what training knew of their tokens, in gzip's format: about a third of
-    the bytes, 7 ms a MB (`zcat` shows them; everything of this package reads both)."""
+    """Compress trajectories and per-token training values in the run folder with gzip: about a third of the size, 7 ms
+    per MB (`zcat` shows them; all readers of this package accept both)."""
 
     max_trajectories_gb: float | None = None
-    """GB (1e9 bytes) that the trajectories of training steps may take in the run folder, with what training knew of
-    their tokens: beyond it the oldest steps are deleted, the newest step excepted. Evaluations stay. null: no limit."""
+    """Limit in GB (1e9 bytes) on stored trajectories and per-token values of training steps in the run folder. Beyond
+    it the oldest steps are deleted, except for the newest step. Evaluations are kept. null: no limit."""
 
     max_consecutive_skipped_updates: int | None = 10
     """Number of consecutive optimizer steps skipped because of a non-finite gradient after which the run ends with an
@@ -339,9 +340,10 @@ class TrainerConfig(BaseConfig):
     """
 
     stop_timeout_seconds: float = 20.0
-    """Time for a checkpoint after SIGTERM, in seconds. While answers are generated it is of the step before, otherwise
-    of the current step when that ends. A second SIGTERM ends the run at once. 0, or `trainer.ckpt_interval` <= 0: no
-    checkpoint. Choose less than the scheduler's time between SIGTERM and SIGKILL (30 s in Kubernetes and Slurm)."""
+    """Time for a checkpoint after SIGTERM, in seconds. During generation the checkpoint is of the previous step,
+    otherwise of the current step once it ends. A second SIGTERM ends the run at once. 0, or `trainer.ckpt_interval` <=
+    0: no checkpoint. Choose less than the scheduler's time between SIGTERM and SIGKILL (30 s in Kubernetes and Slurm).
+    """
 
     worker_timeout_seconds: float = 3600.0
     """Timeout of one call to a training worker, in seconds; the run then ends with an error that names the worker and
@@ -349,13 +351,15 @@ class TrainerConfig(BaseConfig):
 
     @property
     def num_reference_models(self) -> int:
-        """Number of models that are held by workers as the reference model is: it, and teachers without engines."""
+        """Number of models that workers hold like the reference model: the reference model, and teachers without
+        engines.
+        """
         teachers = [each for each in self.distillation.teachers.values() if not (each.engines or each.urls)]
         return int(self.algorithm.uses_reference_model) + len(teachers)
 
     @property
     def records_token_columns(self) -> bool:
-        """True if the run folder gets what training knew of each token."""
+        """True if per-token training values are written to the run folder."""
         return self.dump_trajectories and self.dump_token_columns
 
     @property
@@ -393,10 +397,10 @@ class SkyRLGymConfig(BaseConfig):
     env_configs: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=REST)
     """Environment id -> `env_config` passed to the environment."""
 
-    def env_config(self, env_class: str) -> dict[str, Any]:
-        """Return the section of the environment `env_class`, which is empty if it has none.
+    def get_env_config(self, env_class: str) -> dict[str, Any]:
+        """Return the section of the environment `env_class`, or an empty one.
 
-        The section of an environment given as "package.module:Class" is named like the class.
+        The section of an environment given as "package.module:Class" is named after the class.
         """
         return self.env_configs.get(env_class.rpartition(":")[2], {})
 
@@ -406,8 +410,8 @@ class EnvironmentConfig(BaseConfig):
     """Environments that respond to the model and compute rewards."""
 
     env_class: str | None = "gsm8k"
-    """Environment of data rows without an `env_class` of their own: a registered id, or `package.module:Class` (its
-    settings are then `environment.skyrl_gym.Class`). Not read with `generator.task`, where it may be null."""
+    """Environment of data rows without an `env_class`: a registered id, or `package.module:Class` (its settings are
+    then `environment.skyrl_gym.Class`). Ignored with `generator.task`, where it may be null."""
 
     skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
 
@@ -424,7 +428,7 @@ class SkyRLConfig(BaseConfig):
 
     @property
     def pause_at_sync(self) -> Literal["keep", "wait", "abort"]:
-        """Treatment of running requests at a weight sync."""
+        """Handling of running requests at a weight sync."""
         return self.trainer.fully_async.pause or self.generator.weight_sync_pause
 
     def __post_init__(self) -> None:
@@ -435,17 +439,17 @@ class SkyRLConfig(BaseConfig):
 
 def get_config_as_dict(config: "BaseConfig | Mapping[str, Any] | DictConfig") -> dict[str, Any]:
     """Convert settings of any form to plain values, with interpolations resolved."""
-    return to_dict(config) if isinstance(config, BaseConfig) else plain(config)
+    return to_dict(config) if isinstance(config, BaseConfig) else to_plain_values(config)
 
 
 def get_config_as_yaml_str(config: "BaseConfig | Mapping[str, Any] | DictConfig") -> str:
-    """Convert settings of any form to YAML, from whose content `SkyRLConfig.from_dict` makes the same settings."""
+    """Convert settings of any form to YAML that `SkyRLConfig.from_dict` reads back as equal settings."""
     return yaml.dump(get_config_as_dict(config), Dumper=_SettingsDumper, sort_keys=False, allow_unicode=True)
 
 
 class _SettingsDumper(yaml.CSafeDumper):
-    """Writer of YAML that OmegaConf reads back unchanged: it takes texts such as `1e-6` for numbers, which YAML 1.1
-    does not."""
+    """YAML writer whose output OmegaConf reads back unchanged. OmegaConf, unlike YAML 1.1, reads texts such as `1e-6`
+    as numbers."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

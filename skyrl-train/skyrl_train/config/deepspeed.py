@@ -1,14 +1,14 @@
-"""Settings of the DeepSpeed backend (`trainer.strategy=deepspeed`): names and structure of DeepSpeed's own JSON.
+"""Settings of the DeepSpeed backend (`trainer.strategy=deepspeed`): names and structure of DeepSpeed's JSON.
 
-Two groups at the top level are shared: `deepspeed_config.train` by what learns, `deepspeed_config.eval` by what only
-scores. Every model has the same settings of its own, whose defaults are references to the shared ones.
+Two top-level groups are shared: `deepspeed_config.train` by trained models, `deepspeed_config.eval` by models that only
+score. Each model has the same settings, which refer to the shared ones by default.
 """
 
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
 from skyrl_train.config.base import BaseConfig
-from skyrl_train.config.typed import reference
+from skyrl_train.config.typed import make_reference
 
 Group = TypeVar("Group")
 Amount = int | float | Literal["auto"]
@@ -62,7 +62,7 @@ class DeepSpeedZeroConfig(BaseConfig):
     """Ranks that share a second copy of the stage-3 parameters (ZeRO++). Only 1 (no second copy) is supported."""
 
     zero_quantized_weights: bool = False
-    """Gather weights in quantized form (ZeRO++). Not supported: log-probs would be those of other weights."""
+    """Gather weights in quantized form (ZeRO++). Not supported: log-probs would belong to other weights."""
 
     zero_quantized_gradients: bool = False
     """Reduce gradients in quantized form (ZeRO++). Not supported."""
@@ -97,7 +97,7 @@ class DeepSpeedAutocastConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class DeepSpeedDataTypesConfig(BaseConfig):
-    """Number formats other than that of the parameters."""
+    """Number formats that differ from the parameters' format."""
 
     grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format in which the gradients of micro-batches are accumulated if parameters are bfloat16."""
@@ -142,11 +142,13 @@ class DeepSpeedConfig(BaseConfig):
     eval: DeepSpeedEvalConfig = field(default_factory=DeepSpeedEvalConfig)
 
 
-def shared(group: type[Group], name: str) -> Group:
-    """Make settings of which each is a reference to the same one of the section `name`."""
+def build_references(group: type[Group], name: str) -> Group:
+    """Build settings that each refer to the setting of the same name in section `name`."""
     defaults = group()
     values: dict[str, Any] = {}
     for setting in fields(group):  # type: ignore[arg-type]
         value, full_name = getattr(defaults, setting.name), f"{name}.{setting.name}"
-        values[setting.name] = shared(type(value), full_name) if is_dataclass(value) else reference(f"${{{full_name}}}")
+        values[setting.name] = (
+            build_references(type(value), full_name) if is_dataclass(value) else make_reference(f"${{{full_name}}}")
+        )
     return group(**values)

@@ -9,20 +9,19 @@ from skyrl_train.config.bounds import Above, AtLeast
 
 @dataclass(kw_only=True)
 class TeacherConfig(BaseConfig):
-    """One teacher. Its model runs in training workers as a reference model does, unless `engines` or `urls` says
-    otherwise."""
+    """One teacher. Its model runs in training workers like the reference model, unless `engines` or `urls` is set."""
 
     model: str = ""
     """Folder or hub name of the model."""
 
     data_sources: list[str] | None = None
-    """Values of `data_source` of the rows that it teaches. null: those that no other teacher names."""
+    """`data_source` values of the rows that it teaches. null: all that no other teacher lists."""
 
     engines: int = 0
-    """Rollout engines that are started for it, of `generator.backend`. 0: training workers."""
+    """Number of rollout engines (`generator.backend`) to start for it. 0: training workers."""
 
     urls: list[str] = field(default_factory=list)
-    """Servers that serve it, started elsewhere, in place of workers and engines."""
+    """URLs of externally started servers of the teacher, used instead of workers and engines."""
 
 
 @dataclass(kw_only=True)
@@ -31,19 +30,19 @@ class DistillationConfig(BaseConfig):
     `main_distill`; docs/distillation.md has the formulas."""
 
     teachers: dict[str, TeacherConfig] = field(default_factory=dict)
-    """Teachers by a name of your choice, each with `model`, and where needed `data_sources` (rows that it teaches, by
-    their `data_source`; null: those that no other teacher names), `engines` (rollout engines started for it; 0: it
-    computes in training workers, placed like the reference model) or `urls` (servers started elsewhere). All have the
+    """Teachers by a name of your choice, each with `model` and optionally `data_sources` (`data_source` values of the
+    rows that it teaches; null: all that no other teacher lists), `engines` (rollout engines started for it; 0: it
+    computes in training workers, placed like the reference model) or `urls` (externally started servers). All share the
     student's vocabulary."""
 
     tokens: Literal["sampled", "top_k", "full"] = "sampled"
-    """Tokens that are compared at each token. `sampled`: the one that was generated; its log-ratio is its advantage.
-    `top_k`: the teacher's `top_k` likeliest, and all others as one outcome; `full`: the vocabulary. The last two add
-    the KL divergence to the loss."""
+    """Tokens compared at each position. `sampled`: the generated token; its log-ratio is its advantage. `top_k`: the
+    teacher's `top_k` most likely tokens, and all others as one outcome. `full`: the vocabulary. The last two add the KL
+    divergence to the loss."""
 
     kl: Literal["reverse", "forward"] = "reverse"
-    """`reverse`: KL(student || teacher), which avoids what the teacher finds unlikely. `forward`: KL(teacher ||
-    student), which covers all that the teacher might write; not with `tokens=sampled`."""
+    """`reverse`: KL(student || teacher), mode-seeking. `forward`: KL(teacher || student), mass-covering; not with
+    `tokens=sampled`."""
 
     top_k: Annotated[int, AtLeast(1)] = 32
     """K of `tokens=top_k`."""
@@ -56,7 +55,7 @@ class DistillationConfig(BaseConfig):
 
     memory_gb: Annotated[float, Above(0)] = 16.0
     """Bound on the host memory (GB) of the teachers' log-probs of one training batch, with `top_k` and `full`; a run
-    that may need more is refused at start."""
+    that may need more is rejected at start."""
 
     @property
     def is_on(self) -> bool:
@@ -64,5 +63,5 @@ class DistillationConfig(BaseConfig):
 
     @property
     def rewards_tokens(self) -> bool:
-        """Whether sampled tokens have advantages of the teacher."""
+        """Whether sampled tokens get advantages from the teacher."""
         return self.is_on and self.tokens == "sampled"

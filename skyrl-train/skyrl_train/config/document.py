@@ -11,10 +11,10 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from skyrl_gym.envs.registration import env_class_of, registry
-from skyrl_train.config.base import default_values
+from skyrl_train.config.base import get_default_values
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.other_releases import OTHER_RELEASES, REFUSED_CHOICES, Moved, Refusal, Repeated, Unset
-from skyrl_train.config.typed import REST, SECTIONS, expectation, join, sections_of
+from skyrl_train.config.typed import REST, SECTIONS, describe_expectation, get_registered_sections, join
 
 _INTRODUCTION = """\
 # Configuration
@@ -39,54 +39,62 @@ Every setting of a run. This page is made from `skyrl_train/config` and the regi
 """
 
 
-def page() -> str:
+def render_page() -> str:
     """Return the text of the page."""
-    sections = _sections(SkyRLConfig, "", default_values(SkyRLConfig), {})
-    return "\n".join([_INTRODUCTION, *sections, *_environments(), _other_releases()])
+    sections = _render_sections(SkyRLConfig, "", get_default_values(SkyRLConfig), {})
+    return "\n".join([_INTRODUCTION, *sections, *_list_environments(), _render_other_releases()])
 
 
-def _environments() -> list[str]:
+def _list_environments() -> list[str]:
     """Return the sections of the environments that skyrl_gym ships."""
     sections = []
     for env_id, env_spec in sorted(registry.items()):
         config_class = getattr(env_class_of(env_spec), "config_class", None)
         if str(env_spec.entry_point).startswith("skyrl_gym.") and config_class is not None:
-            sections += _sections(config_class, f"environment.skyrl_gym.{env_id}", asdict(config_class()), {})
+            sections += _render_sections(config_class, f"environment.skyrl_gym.{env_id}", asdict(config_class()), {})
     return sections
 
 
-def _sections(config_type: type, name: str, defaults: dict[str, Any], described: dict[str, str]) -> list[str]:
-    """Return the tables of one dataclass and of those nested in it.
+def _render_sections(config_type: type, name: str, defaults: dict[str, Any], described: dict[str, str]) -> list[str]:
+    """Render the tables of one dataclass and of the dataclasses nested in it.
 
     Args:
-        described: meanings on the page so far -> the setting with that meaning, to which later ones refer.
+        described: meanings already on the page -> the setting with that meaning, to which later ones refer.
     """
     own, inner = [], []
     hints = get_type_hints(config_type, include_extras=True)
-    meanings = field_meanings(config_type)
+    meanings = read_field_meanings(config_type)
     for field in fields(config_type):
         full_name = join(name, field.name)
         if SECTIONS in field.metadata:
-            for key, section in sections_of(config_type)[1].items():
-                inner += _sections(section, join(name, key), defaults[key], described)
+            for key, section in get_registered_sections(config_type)[1].items():
+                inner += _render_sections(section, join(name, key), defaults[key], described)
         elif field.metadata == REST:
-            own.append(_row(f"{name}.<env_class>", expectation(hints[field.name]), "", meanings[field.name]))
+            own.append(
+                _render_row(f"{name}.<env_class>", describe_expectation(hints[field.name]), "", meanings[field.name])
+            )
         elif is_dataclass(hints[field.name]):
-            inner += _sections(hints[field.name], full_name, defaults[field.name], described)
+            inner += _render_sections(hints[field.name], full_name, defaults[field.name], described)
         else:
             first = described.setdefault(meanings[field.name], full_name)
             is_short = len(meanings[field.name]) < len(first) + 10
             meaning = meanings[field.name] if first == full_name or is_short else f"see `{first}`"
-            own.append(_row(full_name, expectation(hints[field.name]), _default(defaults[field.name]), meaning))
+            own.append(
+                _render_row(
+                    full_name, describe_expectation(hints[field.name]), _format_default(defaults[field.name]), meaning
+                )
+            )
     if not own:
         return inner
-    head = f"## {name}\n\n{_one_line(inspect.getdoc(config_type) or '')}\n\n| setting | value | default | meaning |\n"
+    head = (
+        f"## {name}\n\n{_to_one_line(inspect.getdoc(config_type) or '')}\n\n| setting | value | default | meaning |\n"
+    )
     return [head + "|---|---|---|---|\n" + "\n".join(own) + "\n", *inner]
 
 
 @cache
-def field_meanings(config_type: type) -> dict[str, str]:
-    """The text written under each field of a dataclass, inherited fields included."""
+def read_field_meanings(config_type: type) -> dict[str, str]:
+    """Return the docstring of each field of a dataclass, including inherited fields."""
     meanings: dict[str, str] = {}
     for owner in reversed(config_type.__mro__):
         if not is_dataclass(owner):
@@ -97,12 +105,12 @@ def field_meanings(config_type: type) -> dict[str, str]:
             if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
                 continue
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                meanings[statement.target.id] = _one_line(str(following.value.value))
+                meanings[statement.target.id] = _to_one_line(str(following.value.value))
     return meanings
 
 
-def _other_releases() -> str:
-    """Return the tables of settings that exist in other releases, or have another name or null there."""
+def _render_other_releases() -> str:
+    """Render the tables of settings of other releases that are unsupported, renamed or unset here."""
     refused = {name: each for name, each in OTHER_RELEASES.items() if isinstance(each, Refusal)}
     moved = {name: each for name, each in OTHER_RELEASES.items() if isinstance(each, Moved)}
     repeated = {name: each for name, each in OTHER_RELEASES.items() if isinstance(each, Repeated)}
@@ -115,11 +123,11 @@ def _other_releases() -> str:
         "",
         "| setting there | setting here |",
         "|---|---|",
-        *(f"| `{name}` | `{each.setting}`{_changes_of_value(each)} |" for name, each in moved.items()),
+        *(f"| `{name}` | `{each.setting}`{_describe_changed_values(each)} |" for name, each in moved.items()),
         *(f"| `{name}` | null, or as `{each.setting}`: {each.reason} |" for name, each in repeated.items()),
         "",
         "These values of settings here are those of other releases that mean the default: "
-        + ", ".join(f"`{name}={_default(value)}`" for name, each in unset.items() for value in each.values)
+        + ", ".join(f"`{name}={_format_default(value)}`" for name, each in unset.items() for value in each.values)
         + ".",
         "",
         "A value of the second column asks for what is done "
@@ -129,7 +137,7 @@ def _other_releases() -> str:
         "",
         "| setting or section | accepted | otherwise refused |",
         "|---|---|---|",
-        *(f"| `{name}` | {_accepted(each)} | {each.reason} |" for name, each in refused.items()),
+        *(f"| `{name}` | {_describe_accepted(each)} | {each.reason} |" for name, each in refused.items()),
         "",
         "| choice | refused |",
         "|---|---|",
@@ -139,41 +147,41 @@ def _other_releases() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _changes_of_value(moved: Moved) -> str:
-    """Return the values that differ in words."""
-    changed = [f"`{_default(there)}` is `{_default(here)}`" for there, here in moved.values]
-    ignored = [f"`{_default(value)}` changes nothing" for value in moved.accepted]
+def _describe_changed_values(moved: Moved) -> str:
+    """Describe the values that differ."""
+    changed = [f"`{_format_default(there)}` is `{_format_default(here)}`" for there, here in moved.values]
+    ignored = [f"`{_format_default(value)}` changes nothing" for value in moved.accepted]
     return "".join(f"; {text}" for text in (*changed, *ignored))
 
 
-def _accepted(refusal: Refusal) -> str:
+def _describe_accepted(refusal: Refusal) -> str:
     if refusal.accepted is None:
         return "any"
     warned = (
         ["any other with a warning"]
         if refusal.warned is None
-        else [f"`{_default(value)}` with a warning" for value in refusal.warned]
+        else [f"`{_format_default(value)}` with a warning" for value in refusal.warned]
     )
-    return ", ".join([*(f"`{_default(value)}`" for value in refusal.accepted), *warned])
+    return ", ".join([*(f"`{_format_default(value)}`" for value in refusal.accepted), *warned])
 
 
-def _row(name: str, expected: str, default: str, meaning: str) -> str:
+def _render_row(name: str, expected: str, default: str, meaning: str) -> str:
     cells = [f"`{name}`", expected, f"`{default}`" if default else "", meaning]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _default(value: object) -> str:
-    """A default as one writes it in YAML or on the command line."""
+def _format_default(value: object) -> str:
+    """Format a default as in YAML or on the command line."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     if isinstance(value, list):
-        return "[" + ", ".join(_default(item) for item in value) + "]"
+        return "[" + ", ".join(_format_default(item) for item in value) + "]"
     return str(value)
 
 
-def _one_line(text: str) -> str:
+def _to_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(render_page(), end="")

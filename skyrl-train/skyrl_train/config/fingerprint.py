@@ -1,18 +1,18 @@
-"""Identity of an experiment: which settings define it, and a short hash of them for names of runs.
+"""Identity of an experiment: the settings that define it, and a short hash of them for run names.
 
-Three kinds of settings. Those of `DEFINING` make another experiment when they change, and a checkpoint is not resumed
-under others. Those of `OPERATIONAL` change where, how fast and how observed a run computes. All others (learning rate,
-coefficients, sampling) are a part of the experiment that may be steered on the way.
+Settings are of three kinds. Changing one in `DEFINING` makes another experiment, which does not resume checkpoints of
+the first. Settings in `OPERATIONAL` change location, speed and observation of a run. All others (learning rate,
+coefficients, sampling) belong to the experiment but may change when it is resumed.
 """
 
 import hashlib
 import json
 import os
 
-from skyrl_train.config.typed import is_among, leaves, to_dict
+from skyrl_train.config.typed import is_among, iter_settings, to_dict
 
 PLACEHOLDER = "{fingerprint}"
-"""Text that `settings_fingerprint` replaces in a setting such as `trainer.run_name`."""
+"""Text that `fill_fingerprint` replaces in a setting such as `trainer.run_name`."""
 
 # fmt: off
 DEFINING = (
@@ -27,8 +27,8 @@ DEFINING = (
     "trainer.algorithm.advantage_estimator", "trainer.algorithm.policy_loss_type",
     "trainer.distillation.teachers", "trainer.distillation.tokens", "trainer.distillation.kl",
 )
-"""Settings that a checkpoint and the run that resumes it must have in common, as must the content of the training data
-(its names may differ). A name that ends in a dot stands for the whole section."""
+"""Settings that a checkpoint and the resuming run must share, as well as the content of the training data (file names
+may differ). A name that ends in a dot means the whole section."""
 
 OPERATIONAL = (
     "data.val_data", "data.cache_dir", "trainer.epochs", "trainer.max_training_steps",
@@ -90,20 +90,20 @@ OPERATIONAL = (
     "generator.harness.pull",
     "generator.served_model_name", "generator.max_rollout_retries", "generator.request_timeout_seconds",
 )
-"""Settings that `settings_fingerprint` leaves out: a run that is started again with more memory, other intervals or
-more steps finds its folder."""
+"""Settings that the fingerprint ignores: a run restarted with more memory, other intervals or more steps finds its
+folder."""
 
 NOT_SAMPLED = (
     *(name for name in OPERATIONAL if name != "generator.engine_init_kwargs"),
-    "data.train_data",  # a place: the content is compared
+    "data.train_data",  # a path: the content is compared
     "trainer.policy.optimizer_config.", "trainer.policy.megatron_config.",
     "trainer.critic.", "trainer.ref.", "trainer.algorithm.", "trainer.fully_async.", "trainer.distillation.",
     "trainer.update_epochs_per_batch", "trainer.update_ref_every_epoch",
     "trainer.use_sample_packing", "trainer.sequence_parallel_backend", "trainer.flash_attn",
     "generator.remote_inference_engine_api_key_file",
 )
-"""Settings that change neither what is sampled nor its rewards: a resumed run may change them and still train groups
-that were generated before. All settings that are not listed count, so that a new one cannot be forgotten."""
+"""Settings that change neither samples nor their rewards: a resumed run may change them and still train groups that
+were generated before. All unlisted settings count, so that new ones are covered by default."""
 
 _PATHS = (
     "data.train_data", "trainer.policy.model.path", "trainer.critic.model.path", "trainer.ref.model.path",
@@ -112,39 +112,39 @@ _PATHS = (
 # fmt: on
 
 
-def flat_settings(config: object) -> dict[str, object]:
-    """Return every setting of `config` by its full name, as JSON holds it."""
-    values = {name: to_dict(getattr(section, field.name)) for name, section, field in leaves(config)}
+def flatten_settings(config: object) -> dict[str, object]:
+    """Return all settings of `config` by full name, as JSON values."""
+    values = {name: to_dict(getattr(section, field.name)) for name, section, field in iter_settings(config)}
     return json.loads(json.dumps(values, default=str))
 
 
-def settings_fingerprint(config: object) -> str:
+def compute_settings_fingerprint(config: object) -> str:
     """Return 8 hex digits of a hash over all settings that are not operational.
 
-    Paths count as absolute ones where they exist, so that `data.jsonl` in two folders is two experiments.
+    Existing paths are made absolute, so that `data.jsonl` in two folders gives two experiments.
     """
-    settings = {name: value for name, value in flat_settings(config).items() if not is_among(name, OPERATIONAL)}
+    settings = {name: value for name, value in flatten_settings(config).items() if not is_among(name, OPERATIONAL)}
     for name in _PATHS:
         if name in settings:
-            settings[name] = _absolute(settings[name])
+            settings[name] = _to_absolute_path(settings[name])
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def fill_fingerprint(config: object) -> None:
-    """Replace the placeholder in every text setting of `config`, in place. A config without one stays as it is."""
+    """Replace the placeholder in all text settings of `config`, in place."""
     texts = [
         (section, field.name)
-        for _, section, field in leaves(config)
+        for _, section, field in iter_settings(config)
         if isinstance(value := getattr(section, field.name), str) and PLACEHOLDER in value
     ]
     if texts:
-        fingerprint = settings_fingerprint(config)
+        fingerprint = compute_settings_fingerprint(config)
         for section, name in texts:
             setattr(section, name, getattr(section, name).replace(PLACEHOLDER, fingerprint))
 
 
-def _absolute(value: object) -> object:
+def _to_absolute_path(value: object) -> object:
     if isinstance(value, list):
-        return [_absolute(item) for item in value]
+        return [_to_absolute_path(item) for item in value]
     path = os.path.abspath(os.path.expanduser(value)) if isinstance(value, str) else ""
     return path if os.path.exists(path) else value

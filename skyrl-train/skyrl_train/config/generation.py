@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from skyrl_train.config.base import BaseConfig
-from skyrl_train.config.engine_kinds import automatic_backend, backend_choices
+from skyrl_train.config.engine_kinds import get_backend_choices, select_automatic_backend
 from skyrl_train.config.harness import HarnessConfig
-from skyrl_train.config.typed import Choices, reference
+from skyrl_train.config.typed import Choices, make_reference
 
 Device = Literal["cpu", "cuda"]
 
@@ -19,7 +19,7 @@ class SamplingParams(BaseConfig):
     """Maximum number of new tokens per turn."""
 
     temperature: float = 1.0
-    """Sampling temperature: divides the logits; log-probs are those of the divided logits. 0: greedy decoding."""
+    """Sampling temperature: divides the logits; log-probs are computed after the division. 0: greedy decoding."""
 
     top_p: float = 1.0
     """Sample from the smallest set of tokens with at least this total probability. 1: all tokens."""
@@ -45,21 +45,21 @@ class SamplingParams(BaseConfig):
     """Further arguments of the engine's sampling parameters, such as `stop_token_ids` or `min_tokens`."""
 
 
-def _eval_sampling_params() -> SamplingParams:
+def _build_eval_sampling_params() -> SamplingParams:
     return SamplingParams(
-        temperature=0.0, max_generate_length=reference("${generator.sampling_params.max_generate_length}")
+        temperature=0.0, max_generate_length=make_reference("${generator.sampling_params.max_generate_length}")
     )
 
 
 @dataclass(kw_only=True)
 class ChatTemplateConfig(BaseConfig):
-    """Chat template, if not the tokenizer's own."""
+    """Chat template that overrides the tokenizer's."""
 
     source: Literal["name", "file"] = "name"
     """Form of `name_or_path`: the name of a template shipped with this package, or the path of a Jinja file."""
 
     name_or_path: str | None = None
-    """`qwen3_with_thinking`, `qwen3_without_thinking`, or a path. null: the tokenizer's own template."""
+    """`qwen3_with_thinking`, `qwen3_without_thinking`, or a path. null: the tokenizer's template."""
 
 
 @dataclass(kw_only=True)
@@ -67,13 +67,13 @@ class GeneratorConfig(BaseConfig):
     """Generation of trajectories: engines, sampling, conversations."""
 
     task: str | None = None
-    """Path of a task file of skyrl-agent, whose agent generates the trajectories in place of `environment.env_class`.
+    """Path of a skyrl-agent task file, whose agent generates the trajectories instead of `environment.env_class`.
     Turns, tools, lengths and chat template are then set by that file, and a trajectory may have several rows (see
     `generator.step_wise_trajectories`)."""
 
     harness: HarnessConfig = field(default_factory=HarnessConfig)
 
-    backend: Annotated[str, Choices(backend_choices)] = "auto"
+    backend: Annotated[str, Choices(get_backend_choices)] = "auto"
     """Rollout engine. `native`: transformers models in this package's own generation loop, on CPU and CUDA. `vllm`,
     `sglang`: optional extras. `auto`: vllm on CUDA if it is installed, else native; servers started elsewhere are asked
     for their kind."""
@@ -87,9 +87,9 @@ class GeneratorConfig(BaseConfig):
 
     remote_inference_engine_api_key_file: str | None = None
     """File whose only line is the API key of these servers, sent with every request. null: the environment variable
-    `SKYRL_ENGINE_API_KEY`, if set. The key itself is no setting, so it appears in no log."""
+    `SKYRL_ENGINE_API_KEY`, if set. The key itself is not a setting, so that it appears in no log."""
 
-    model_name: str = reference("${trainer.policy.model.path}")
+    model_name: str = make_reference("${trainer.policy.model.path}")
     """Model that the engines load."""
 
     model_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -102,7 +102,7 @@ class GeneratorConfig(BaseConfig):
     """GPUs (on a CPU: processes) that share every layer of an engine. Must divide the number of attention heads."""
 
     inference_engine_pipeline_parallel_size: int = 1
-    """Pipeline stages of an engine, each on GPUs of its own."""
+    """Pipeline stages of an engine, each on separate GPUs."""
 
     inference_engine_data_parallel_size: int = 1
     """Replicas of the model within one engine."""
@@ -135,7 +135,7 @@ class GeneratorConfig(BaseConfig):
     `generator.enable_prefix_caching`)."""
 
     fully_sharded_loras: bool = False
-    """Shard adapters as the layers are sharded, instead of half of them (vllm with tensor parallelism)."""
+    """Shard all adapter matrices like their layers, instead of half of them (vllm with tensor parallelism)."""
 
     engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the engine's constructor. Add with `+generator.engine_init_kwargs.name=value`."""
@@ -157,7 +157,7 @@ class GeneratorConfig(BaseConfig):
     only values that changed, compressed, over the transport that `auto` would choose. `auto`: shared memory (CPU) or
     CUDA IPC if workers and engines share devices, files for servers started elsewhere, else broadcast."""
 
-    weight_sync_directory: str = reference("${trainer.run_dir}/weight_sync")
+    weight_sync_directory: str = make_reference("${trainer.run_dir}/weight_sync")
     """Folder for the files of `checkpoint` and `adapter`, which engines must see under the same path; `delta` stores
     the last weights it sent here."""
 
@@ -175,16 +175,16 @@ class GeneratorConfig(BaseConfig):
     syncs, within bounds that depend on `generator.model_dtype`."""
 
     weight_sync_pause: Literal["keep", "wait", "abort"] = "keep"
-    """Treatment of running requests during a weight sync. `keep`: they pause and continue under the new weights.
-    `wait`: the sync waits until they have finished. `abort`: they are cancelled and continued as new requests from
-    their tokens so far."""
+    """Handling of running requests during a weight sync. `keep`: they pause and continue under the new weights. `wait`:
+    the sync waits until they have finished. `abort`: they are cancelled and continued as new requests from their tokens
+    so far."""
 
     max_requests_per_engine: int | None = 8192
-    """Maximum number of requests that the client has in flight on one engine; further ones wait in the client in order,
-    where a pause can hold them and another engine can take them. null: no limit."""
+    """Maximum number of requests that the client has in flight on one engine; further ones queue in the client in
+    order, where a pause can hold them and another engine can take them. null: no limit."""
 
     max_engine_restarts: int = 3
-    """Maximum number of restarts of engines that died or hang, over all engines of a run; one more failure ends the
+    """Maximum number of restarts of crashed or hanging engines, over all engines of a run; one more failure ends the
     run."""
 
     engine_start_timeout_seconds: float = 600.0
@@ -194,8 +194,8 @@ class GeneratorConfig(BaseConfig):
     """Timeout of a pause, a wake-up or the transfer of one bucket of weights, in seconds."""
 
     engine_health_interval_seconds: float = 10.0
-    """Interval of health checks of an engine, in seconds. An engine that neither answers nor computes anything for
-    three intervals counts as dead. 0: no checks, failures are noticed by failing requests only."""
+    """Interval of health checks of an engine, in seconds. An engine that neither responds nor makes progress for three
+    intervals is considered crashed. 0: no checks, failures are noticed by failing requests only."""
 
     enable_http_endpoint: bool = False
     """Serve the engines through an OpenAI-compatible HTTP endpoint during the run."""
@@ -219,23 +219,23 @@ class GeneratorConfig(BaseConfig):
     eval_n_samples_per_prompt: int = 1
     """Samples per evaluation prompt."""
 
-    seed: int = reference("${trainer.seed}")
+    seed: int = make_reference("${trainer.seed}")
     """Random seed of sampling."""
 
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    eval_sampling_params: SamplingParams = field(default_factory=_eval_sampling_params)
+    eval_sampling_params: SamplingParams = field(default_factory=_build_eval_sampling_params)
 
-    max_input_length: int = reference("${trainer.max_prompt_length}")
+    max_input_length: int = make_reference("${trainer.max_prompt_length}")
     """Maximum number of input tokens of an engine at any turn; a longer conversation ends with stop reason `length`."""
 
     max_turns: int = 1
     """Maximum number of turns of a conversation. Also passed to environments."""
 
     use_conversation_multi_turn: bool = True
-    """Add every turn as a message of its own. False: model and environment extend one assistant message."""
+    """Add every turn as a separate message. False: model and environment extend one assistant message."""
 
     append_eos_token_after_stop_str_in_multi_turn: bool = True
-    """Append the end that the chat template writes to a turn that ended with a stop string. It is masked out of the
+    """Append the chat template's end-of-turn text to a turn that ended with a stop string. It is masked out of the
     loss."""
 
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
@@ -244,8 +244,7 @@ class GeneratorConfig(BaseConfig):
     """Further variables of the chat template, such as `enable_thinking`."""
 
     step_wise_trajectories: bool = False
-    """Make every turn of a conversation a training sample of its own, with the whole conversation before it as its
-    prompt."""
+    """Make every turn of a conversation a separate training sample, with the conversation before it as its prompt."""
 
     merge_stepwise_output: bool = False
     """Merge a turn into the previous one if its prompt begins with that turn's tokens, so that shared tokens are
@@ -260,8 +259,8 @@ class GeneratorConfig(BaseConfig):
 
     overlong_filtering_by: Literal["stop_reason", "end_token"] = "stop_reason"
     """Criterion of `apply_overlong_filtering`. `stop_reason`: engine or generator reached a limit. `end_token`: the
-    last token is no end of a turn (the tokenizer's end-of-sequence token, those of `generation_config.json`, and the
-    one that the chat template writes), which also excludes responses that ended at a stop string."""
+    last token does not end a turn (the tokenizer's end-of-sequence token, the end tokens of `generation_config.json`
+    and of the chat template), which also excludes responses that ended at a stop string."""
 
     max_rollout_retries: int = 2
     """Maximum number of retries of a rollout after an infrastructure failure, before it is excluded from the batch."""
@@ -271,12 +270,12 @@ class GeneratorConfig(BaseConfig):
 
     @property
     def has_rows_of_steps(self) -> bool:
-        """Whether a row of the batch may be a part of a trajectory."""
+        """Whether a batch row may be a part of a trajectory."""
         return self.step_wise_trajectories or not self.uses_environments
 
     @property
     def uses_environments(self) -> bool:
-        """Whether trajectories come of `environment.env_class`, not of an agent (`task`, `harness`)."""
+        """Whether trajectories are generated with `environment.env_class`, not by an agent (`task`, `harness`)."""
         return self.task is None and not self.harness.is_on
 
     @property
@@ -290,20 +289,20 @@ class GeneratorConfig(BaseConfig):
         copies = self.inference_engine_tensor_parallel_size * self.inference_engine_data_parallel_size
         return copies * self.inference_engine_pipeline_parallel_size
 
-    def resolved_backend(self, device: Device) -> str:
+    def resolve_backend(self, device: Device) -> str:
         """Return `backend`, with `auto` resolved for engines that this run starts on `device`."""
-        return automatic_backend(device) if self.backend == "auto" else self.backend
+        return select_automatic_backend(device) if self.backend == "auto" else self.backend
 
     @property
     def syncs_all_weights(self) -> bool:
-        """True if every weight sync sends all weights, so that engines may drop theirs before one."""
+        """True if every weight sync sends all weights, so that engines may free theirs before it."""
         return self.weight_sync_strategy not in ("adapter", "delta")
 
-    def resolved_enforce_eager(self, device: Device) -> bool:
+    def resolve_enforce_eager(self, device: Device) -> bool:
         """Return `enforce_eager`, with None resolved for engines on `device`."""
         return device == "cpu" if self.enforce_eager is None else self.enforce_eager
 
-    def resolved_weight_sync_backend(self, device: Device) -> Literal["nccl", "gloo"]:
+    def resolve_weight_sync_backend(self, device: Device) -> Literal["nccl", "gloo"]:
         """Return `weight_sync_backend`, with `auto` resolved for models on `device`."""
         if self.weight_sync_backend != "auto":
             return self.weight_sync_backend

@@ -30,8 +30,8 @@ class MegatronDDPConfig(BaseConfig):
     """Gather updated weights while the next forward runs. Must be false: it needs `overlap_grad_reduce`."""
 
     average_in_collective: bool = True
-    """Average gradients within the collective; otherwise divide before it. On a CPU, whose collectives have no average,
-    always the latter."""
+    """Average gradients within the collective; otherwise divide before it. Ignored on a CPU, where collectives do not
+    average."""
 
 
 @dataclass(kw_only=True)
@@ -87,7 +87,7 @@ class MegatronConfig(MegatronModelConfig):
     ddp_config: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
 
     freeze_moe_router: bool = False
-    """Train the experts but not their router."""
+    """Train the experts but not the router."""
 
     empty_cuda_cache: bool = True
     """Release the allocator's cached memory to the device after each optimizer step."""

@@ -1,13 +1,13 @@
-"""Settings of the models: which, how they are optimized, how they are divided over workers."""
+"""Settings of the models: paths, optimizers, sharding over workers."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from skyrl_train.config.base import BaseConfig
 from skyrl_train.config.bounds import AtLeast
-from skyrl_train.config.deepspeed import DeepSpeedEvalConfig, DeepSpeedTrainConfig, shared
+from skyrl_train.config.deepspeed import DeepSpeedEvalConfig, DeepSpeedTrainConfig, build_references
 from skyrl_train.config.megatron import MegatronConfig, MegatronModelConfig
-from skyrl_train.config.typed import reference
+from skyrl_train.config.typed import make_reference
 
 
 @dataclass(kw_only=True)
@@ -33,7 +33,7 @@ class LoRAConfig(BaseConfig):
     weights differ from one forward to the next."""
 
     target_modules: str | list[str] = "all-linear"
-    """Layers that get an adapter: `all-linear` (all but the output layer), or module names as in peft."""
+    """Layers that get an adapter: `all-linear` (all except the output layer), or module names as in peft."""
 
     exclude_modules: str | list[str] | None = None
     """Layers that get no adapter although `target_modules` includes them."""
@@ -79,7 +79,7 @@ class OptimizerConfig(BaseConfig):
     clipping."""
 
     offload_after_step: bool = True
-    """Offload the optimizer state to host memory together with the model, where models take turns on a GPU
+    """Offload the optimizer state to host memory together with the model, where models time-share a GPU
     (`trainer.placement.colocate_all`)."""
 
     num_warmup_steps: int = 0
@@ -108,11 +108,11 @@ class FSDPConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class TorchProfilerConfig(BaseConfig):
-    """Profile of ranks of the policy (`torch.profiler`). A step is a training step: all that the rank computes from the
-    end of one to the end of the next. A cycle that the end of the run cuts off is not written."""
+    """Profiler of policy ranks (`torch.profiler`). A step is a training step: all computation of the rank from the end
+    of one step to the end of the next. A cycle that is cut off by the end of the run is not written."""
 
     enable: bool = False
-    """Record traces. Steps that are recorded are slower."""
+    """Record traces. Recorded steps are slower."""
 
     ranks: list[int] = field(default_factory=lambda: [0])
     """Ranks of the policy that record."""
@@ -127,16 +127,16 @@ class TorchProfilerConfig(BaseConfig):
     """Steps at the beginning of a cycle that are not recorded."""
 
     warmup: Annotated[int, AtLeast(0)] = 1
-    """Steps after these whose record is dropped, as it includes the profiler's own start."""
+    """Following steps whose record is discarded, because it includes the profiler's startup."""
 
     active: Annotated[int, AtLeast(1)] = 1
-    """Steps after these that are recorded."""
+    """Following steps that are recorded."""
 
     repeat: Annotated[int, AtLeast(0)] = 1
     """Number of cycles; each writes a file. 0: until the run ends."""
 
     activities: list[Literal["cpu", "cuda"]] = field(default_factory=lambda: ["cpu", "cuda"])
-    """Devices whose work is recorded; `cuda` is left out on a machine without."""
+    """Devices to record; `cuda` is ignored on a machine without a GPU."""
 
     record_shapes: bool = True
     """Record the shapes of operators' inputs."""
@@ -151,7 +151,7 @@ class TorchProfilerConfig(BaseConfig):
     """Estimate floating-point operations of matrix products and convolutions."""
 
     with_modules: bool = False
-    """Record the modules that called an operator (TorchScript models alone)."""
+    """Record the modules that called an operator (TorchScript models only)."""
 
     export_type: Literal["chrome_trace", "stacks"] = "chrome_trace"
     """`chrome_trace`: a file for https://ui.perfetto.dev. `stacks`: lines for a flame graph, of self CPU time, or of
@@ -167,7 +167,7 @@ class PolicyConfig(BaseConfig):
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
     deepspeed_config: DeepSpeedTrainConfig = field(
-        default_factory=lambda: shared(DeepSpeedTrainConfig, "deepspeed_config.train")
+        default_factory=lambda: build_references(DeepSpeedTrainConfig, "deepspeed_config.train")
     )
 
     torch_profiler_config: TorchProfilerConfig = field(default_factory=TorchProfilerConfig)
@@ -184,11 +184,11 @@ class PolicyConfig(BaseConfig):
     its numerics. `off`: the router chooses in every forward. The reference model and the critic never replay."""
 
     sampling_mask_replay: bool = False
-    """Replay of sampling masks where `top_p`, `top_k` or `min_p` of `generator.sampling_params` truncate
-    (https://arxiv.org/abs/2512.02556, "keep sampling mask"): the engine returns with each token those that truncation
-    kept, and log-probs of engine, policy and reference, ratios and entropy are over these alone. Needs
+    """Replay of sampling masks if `top_p`, `top_k` or `min_p` of `generator.sampling_params` truncate
+    (https://arxiv.org/abs/2512.02556, "keep sampling mask"): the engine returns the kept tokens of each position, and
+    log-probs of engine, policy and reference, ratios and entropy are computed over them. Needs
     `generator.sampling_params.top_k`, which bounds their number (4 bytes each). False: log-probs are over the whole
-    vocabulary, and the gradient is not that of the distribution that was drawn from."""
+    vocabulary, and the gradient does not match the sampling distribution."""
 
     use_torch_compile: bool = False
     """Compile the computation of log-probs and entropy from hidden states. Slower start, faster steps."""
@@ -206,7 +206,7 @@ class CriticConfig(BaseConfig):
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
     deepspeed_config: DeepSpeedTrainConfig = field(
-        default_factory=lambda: shared(DeepSpeedTrainConfig, "deepspeed_config.train")
+        default_factory=lambda: build_references(DeepSpeedTrainConfig, "deepspeed_config.train")
     )
 
     sequence_parallel_size: int = 1
@@ -221,11 +221,11 @@ class CriticConfig(BaseConfig):
 class RefConfig(BaseConfig):
     """Frozen reference model of the KL penalty. Loaded only if a KL term is enabled or the loss needs it."""
 
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(path=reference("${trainer.policy.model.path}")))
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(path=make_reference("${trainer.policy.model.path}")))
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron_config: MegatronModelConfig = field(default_factory=MegatronModelConfig)
     deepspeed_config: DeepSpeedEvalConfig = field(
-        default_factory=lambda: shared(DeepSpeedEvalConfig, "deepspeed_config.eval")
+        default_factory=lambda: build_references(DeepSpeedEvalConfig, "deepspeed_config.eval")
     )
 
     sequence_parallel_size: int = 1

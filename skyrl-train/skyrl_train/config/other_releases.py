@@ -1,9 +1,7 @@
-"""Settings and choices known from other SkyRL releases, DeepSpeed or Megatron that do not exist here, or have another
-name here.
+"""Settings and choices of other SkyRL releases, DeepSpeed or Megatron that are unsupported or renamed here.
 
-Nothing is ignored silently: one that has another name sets that setting; any other is an error that gives the reason
-and what to use, unless the value asks for what is done anyway. An entry leaves these tables in the change that makes
-it do something.
+Nothing is ignored silently. A renamed setting sets its new name. Any other is an error that gives the reason and the
+alternative, unless the value requests the existing behaviour. Remove an entry when the feature is implemented.
 """
 
 import re
@@ -20,13 +18,13 @@ class Refusal:
     """Refusal of a setting known from other releases."""
 
     reason: str
-    """Reason for the refusal: what is done instead, or is not implemented, and what to use."""
+    """Reason for the refusal: what is not implemented or done differently, and the alternative."""
 
     accepted: tuple[object, ...] | None = ()
-    """Values that ask for what is done anyway. None: every value does."""
+    """Accepted values, which request the existing behaviour. None: all values."""
 
     warned: tuple[object, ...] | None = ()
-    """Values that change speed alone: accepted, with a warning. None: every value that is not in `accepted`."""
+    """Values that affect only speed: accepted with a warning. None: all values not in `accepted`."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,12 @@ class Moved:
     """Pairs (value there, value here) that differ."""
 
     accepted: tuple[object, ...] = ()
-    """Values that leave the setting here as it is."""
+    """Values that leave the setting unchanged."""
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """Setting that other releases have twice: its value must be that of the setting here."""
+    """Setting that exists twice in other releases; its value must equal the setting here."""
 
     setting: str
     """Name here."""
@@ -54,7 +52,7 @@ class Repeated:
     """Reason why it cannot differ."""
 
     accepted: tuple[object, ...] = ()
-    """Values that stand for that of the setting here."""
+    """Values that mean the value of the setting here."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,8 @@ class Unset:
 Entry = Refusal | Moved | Repeated | Unset
 
 
-def _off(reason: str, *accepted: object) -> Refusal:
-    """Refuse what is not built; values that switch it off are accepted."""
+def _build_refusal(reason: str, *accepted: object) -> Refusal:
+    """Build the refusal of an unsupported feature; values that disable it are accepted."""
     return Refusal(reason, (False, None, *accepted))
 
 
@@ -88,10 +86,12 @@ _MEGATRON = {
     "lora_config.lora_type": Refusal("use trainer.strategy=fsdp2 or deepspeed for adapters", ("lora",)),
     "lora_config.merge_lora": Refusal("use trainer.strategy=fsdp2 or deepspeed for adapters", (True,)),
     "optimizer_config_kwargs": Refusal("AdamW is set by optimizer_config"),
-    "optimizer_config_kwargs.overlap_cpu_optimizer_d2h_h2d": _off(_STEPPED),
-    "optimizer_config_kwargs.optimizer_cpu_offload": _off(_STEPPED),
+    "optimizer_config_kwargs.overlap_cpu_optimizer_d2h_h2d": _build_refusal(_STEPPED),
+    "optimizer_config_kwargs.optimizer_cpu_offload": _build_refusal(_STEPPED),
     "optimizer_config_kwargs.optimizer_offload_fraction": Refusal(_STEPPED, (0, None)),
-    "optimizer_config_kwargs.use_precision_aware_optimizer": _off("moments and weights of the optimizer are float32"),
+    "optimizer_config_kwargs.use_precision_aware_optimizer": _build_refusal(
+        "moments and weights of the optimizer are float32"
+    ),
     "moe_router_load_balancing_type": Refusal(_NO_BALANCE, ("none", None)),
     "moe_aux_loss_coeff": Refusal(_NO_BALANCE, (0, None)),
     "moe_grouped_gemm": Refusal(
@@ -100,25 +100,29 @@ _MEGATRON = {
         warned=(True,),
     ),
     "moe_router_score_function": Refusal("it follows the model's config.json", (None, "softmax")),
-    "moe_router_enable_expert_bias": _off("it follows the model's config.json"),
+    "moe_router_enable_expert_bias": _build_refusal("it follows the model's config.json"),
     "moe_router_dtype": Refusal(
         "routers compute in float32; use transformer_config_kwargs.moe_router_dtype to change it", ("fp32",)
     ),
-    "moe_enable_routing_replay": _off("routes are those of the policy alone: use trainer.policy.routing_replay"),
-    "moe_per_layer_logging": _off("loads of experts are logged over all layers"),
+    "moe_enable_routing_replay": _build_refusal(
+        "routes are those of the policy alone: use trainer.policy.routing_replay"
+    ),
+    "moe_per_layer_logging": _build_refusal("loads of experts are logged over all layers"),
     "mtp_num_layers": Refusal(_NO_MTP, (0, None)),
     "mtp_loss_weight": Refusal(_NO_MTP, (0.1, None)),
     "mtp_loss_chunk_size": Refusal(_NO_MTP, (1024, None)),
     "mtp_loss_topk": Refusal(_NO_MTP, (None,)),
     "dist_ckpt_optim_fully_reshardable": Refusal(_ANY_LAYOUT, (True, False)),
-    "async_dist_ckpt_save": _off(_ASYNC),
+    "async_dist_ckpt_save": _build_refusal(_ASYNC),
     "async_dist_ckpt_strategy": Refusal(_ASYNC, ("mcore", None)),
-    "async_save_prestage_to_cpu": _off(_ASYNC),
+    "async_save_prestage_to_cpu": _build_refusal(_ASYNC),
     "hf_export_config": Refusal("rank 0 writes exports"),
-    "hf_export_config.distributed_save": _off("rank 0 writes exports; checkpoints are written by all ranks"),
+    "hf_export_config.distributed_save": _build_refusal("rank 0 writes exports; checkpoints are written by all ranks"),
     "hf_export_config.save_every_n_ranks": Refusal("rank 0 writes exports", (1,)),
 }
-"""Settings of SkyRL's `megatron_config`: of the policy, and of critic and reference, unless these have their own."""
+"""Settings of SkyRL's `megatron_config`: for the policy, and for critic and reference unless they have separate
+entries.
+"""
 
 _COMPUTED = "it follows from other settings (batch sizes are those of `trainer`); leave it out"
 _LOGGED = "metrics go where trainer.logger says"
@@ -128,9 +132,9 @@ _DEEPSPEED = {
     "train.tensor_parallel": Refusal("tensor parallelism (AutoTP) is not built; use sequence_parallel_size or stage 3"),
     "train.pipeline": Refusal("pipelines are not built; use trainer.strategy=megatron"),
     "train.fp16": Refusal("loss scaling is not built; use trainer.bf16, which needs none"),
-    "train.fp16.enabled": _off("loss scaling is not built; use trainer.bf16, which needs none", "auto"),
+    "train.fp16.enabled": _build_refusal("loss scaling is not built; use trainer.bf16, which needs none", "auto"),
     "train.amp": Refusal("NVIDIA's Apex is not used; use trainer.bf16"),
-    "train.amp.enabled": _off("NVIDIA's Apex is not used; use trainer.bf16", "auto"),
+    "train.amp.enabled": _build_refusal("NVIDIA's Apex is not used; use trainer.bf16", "auto"),
     "train.bf16": Refusal("use trainer.bf16, and torch_autocast.enabled=false for bfloat16 parameters"),
     "train.bf16.enabled": Refusal(
         "use trainer.bf16, and torch_autocast.enabled=false for bfloat16 parameters", ("auto",)
@@ -142,21 +146,21 @@ _DEEPSPEED = {
     "train.train_micro_batch_size_per_gpu": Refusal(_COMPUTED, ("auto",)),
     "train.gradient_accumulation_steps": Refusal(_COMPUTED, ("auto",)),
     "train.steps_per_print": Refusal("it changes a line in the logs of workers", None),
-    "train.dump_state": _off("it is not built"),
-    "train.memory_breakdown": _off("it is not built"),
-    "train.prescale_gradients": _off("use prescale_gradient, which is SkyRL's name of it"),
+    "train.dump_state": _build_refusal("it is not built"),
+    "train.memory_breakdown": _build_refusal("it is not built"),
+    "train.prescale_gradients": _build_refusal("use prescale_gradient, which is SkyRL's name of it"),
     "train.gradient_predivide_factor": Refusal("gradients are averaged over all ranks", (1,)),
     "train.communication_data_type": Refusal("gradients are reduced in the format that they have", (None,)),
-    "train.sparse_gradients": _off("gradients of embeddings are dense"),
+    "train.sparse_gradients": _build_refusal("gradients of embeddings are dense"),
     "train.zero_allow_untested_optimizer": Refusal("the optimizer is torch's AdamW", (True, False)),
-    "train.zero_force_ds_cpu_optimizer": _off("the optimizer is torch's AdamW"),
+    "train.zero_force_ds_cpu_optimizer": _build_refusal("the optimizer is torch's AdamW"),
     "train.activation_checkpointing": Refusal("use trainer.gradient_checkpointing"),
     "train.flops_profiler": Refusal("profiles are not built"),
-    "train.flops_profiler.enabled": _off("profiles are not built"),
+    "train.flops_profiler.enabled": _build_refusal("profiles are not built"),
     "train.comms_logger": Refusal("profiles are not built"),
-    "train.comms_logger.enabled": _off("profiles are not built"),
+    "train.comms_logger.enabled": _build_refusal("profiles are not built"),
     **{f"train.{name}": Refusal(_LOGGED) for name in ("tensorboard", "wandb", "comet", "csv_monitor")},
-    **{f"train.{name}.enabled": _off(_LOGGED) for name in ("tensorboard", "wandb", "comet", "csv_monitor")},
+    **{f"train.{name}.enabled": _build_refusal(_LOGGED) for name in ("tensorboard", "wandb", "comet", "csv_monitor")},
     **{
         f"train.{name}": Refusal("it is not built")
         for name in ("elasticity", "autotuning", "compression_training", "data_efficiency", "hybrid_engine", "aio")
@@ -170,25 +174,25 @@ _DEEPSPEED = {
     "train.zero_optimization.reduce_scatter": Refusal(_DEFAULT, (True,)),
     "train.zero_optimization.ignore_unused_parameters": Refusal(_DEFAULT, (True,)),
     "train.zero_optimization.load_from_fp32_weights": Refusal(_DEFAULT, (True,)),
-    "train.zero_optimization.elastic_checkpoint": _off("checkpoints fit any number of ranks"),
+    "train.zero_optimization.elastic_checkpoint": _build_refusal("checkpoints fit any number of ranks"),
     "train.zero_optimization.stage3_gather_16bit_weights_on_model_save": Refusal(
         "exports gather all weights", (True, False)
     ),
-    "train.zero_optimization.cpu_offload": _off("use offload_optimizer.device=cpu, which has replaced it"),
-    "train.zero_optimization.zero_quantized_nontrainable_weights": _off("quantized ZeRO++ is not built"),
+    "train.zero_optimization.cpu_offload": _build_refusal("use offload_optimizer.device=cpu, which has replaced it"),
+    "train.zero_optimization.zero_quantized_nontrainable_weights": _build_refusal("quantized ZeRO++ is not built"),
     "train.zero_optimization.mics_shard_size": Refusal("MiCS is not built; use trainer.strategy=fsdp2", (-1,)),
     "train.zero_optimization.zenflow": Refusal("ZenFlow is not built", (None,)),
     "eval.gradient_clipping": Refusal("what only scores has no gradients", None),
     "eval.prescale_gradient": Refusal("what only scores has no gradients", None),
     "eval.data_types": Refusal("what only scores has no gradients", None),
-    "eval.wall_clock_breakdown": _off("it is not built for what only scores"),
+    "eval.wall_clock_breakdown": _build_refusal("it is not built for what only scores"),
     "eval.zero_optimization.offload_optimizer": Refusal("what only scores has no optimizer", None),
 }
-"""Settings of DeepSpeed's JSON, by their names in the shared groups; those of `train` are refused in `eval` as well."""
+"""Settings of DeepSpeed's JSON by their names in the shared groups; entries of `train` are also refused in `eval`."""
 
 _NO_QUANTIZATION = "training for quantized weights is not built; give the engines weights in generator.model_dtype"
 _QUANTIZATION = {
-    "fake_int4_qat.enabled": _off(_NO_QUANTIZATION),
+    "fake_int4_qat.enabled": _build_refusal(_NO_QUANTIZATION),
     "fake_int4_qat.group_size": Refusal(_NO_QUANTIZATION, (32,)),
     "fake_int4_qat.symmetric": Refusal(_NO_QUANTIZATION, (True,)),
     "fake_int4_qat.scale_divisor": Refusal(_NO_QUANTIZATION, (7.5,)),
@@ -267,9 +271,11 @@ OTHER_RELEASES: dict[str, Entry] = {
         for model in ("policy", "critic", "ref")
         for name, refusal in _SHARDING.items()
     },
-    "trainer.policy.record_memory": _off("CUDA's history of memory is not recorded"),
+    "trainer.policy.record_memory": _build_refusal("CUDA's history of memory is not recorded"),
     "trainer.policy.language_model_only": _LANGUAGE_MODEL,
-    "trainer.policy.inference_only_init": _off("use skyrl_train.entrypoints.main_generate, which trains nothing"),
+    "trainer.policy.inference_only_init": _build_refusal(
+        "use skyrl_train.entrypoints.main_generate, which trains nothing"
+    ),
     **{f"trainer.policy.megatron_config.{name}": refusal for name, refusal in _MEGATRON.items()},
     "trainer.policy.megatron_config.moe_enable_routing_replay": Moved(
         "trainer.policy.routing_replay", ((True, "R3"),), (False, None)
@@ -283,7 +289,7 @@ OTHER_RELEASES: dict[str, Entry] = {
     **{
         f"trainer.{model}.megatron_config.torch_profiler_config{name}": refusal
         for model in ("critic", "ref")
-        for name, refusal in {"": Refusal(_NO_PROFILE), ".enable": _off(_NO_PROFILE)}.items()
+        for name, refusal in {"": Refusal(_NO_PROFILE), ".enable": _build_refusal(_NO_PROFILE)}.items()
     },
     **{
         f"trainer.{model}.megatron_config.moe_enable_routing_replay": _MEGATRON["moe_enable_routing_replay"]
@@ -312,12 +318,12 @@ OTHER_RELEASES: dict[str, Entry] = {
     "trainer.algorithm.dppo.dppo_type": Moved("trainer.algorithm.dppo.divergence"),
     "trainer.algorithm.overlong_buffer_len": Moved("trainer.algorithm.overlong_buffer.len"),
     "trainer.algorithm.overlong_buffer_penalty_factor": Moved("trainer.algorithm.overlong_buffer.penalty_factor"),
-    "trainer.mtp.enabled": _off(_NO_MTP),
+    "trainer.mtp.enabled": _build_refusal(_NO_MTP),
     "trainer.mtp.num_speculative_tokens": Refusal(_NO_MTP, (1,)),
     "trainer.mtp.loss_weight": Refusal(_NO_MTP, (0.1,)),
     "trainer.mtp": Refusal(_NO_MTP),
     "trainer.fully_async.num_parallel_generation_workers": Unset((768,)),
-    "trainer.fully_async.simulate_training": _off("use skyrl_train.entrypoints.simulate"),
+    "trainer.fully_async.simulate_training": _build_refusal("use skyrl_train.entrypoints.simulate"),
     "trainer.fully_async.simulate_training_step_seconds": Refusal("use skyrl_train.entrypoints.simulate", (30,)),
     "trainer.fully_async.simulate_weight_sync_seconds": Refusal("use skyrl_train.entrypoints.simulate", (0,)),
     "trainer.max_tokens_per_microbatch": Unset((-1,)),
@@ -352,13 +358,13 @@ OTHER_RELEASES: dict[str, Entry] = {
     "generator.inference_engine.enable_return_routed_experts": Moved(
         "trainer.policy.routing_replay", ((True, "R3"),), (False,)
     ),
-    "generator.inference_engine.use_expandable_segments": _off(
+    "generator.inference_engine.use_expandable_segments": _build_refusal(
         "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True where the run starts: its processes get it"
     ),
     "generator.inference_engine.distributed_executor_backend": Refusal(
         "an engine of several GPUs has a process for each, on one machine", ("ray", "mp")
     ),
-    "generator.inference_engine.enable_pd": _off(_NO_DISAGGREGATION),
+    "generator.inference_engine.enable_pd": _build_refusal(_NO_DISAGGREGATION),
     "generator.inference_engine.num_prefill": Refusal(_NO_DISAGGREGATION, (0,)),
     "generator.inference_engine.router_init_kwargs": Refusal(
         "the trainer's client spreads requests over engines, and keeps a conversation on its engine; leave it out"
@@ -386,12 +392,12 @@ OTHER_RELEASES: dict[str, Entry] = {
         for section in ("sampling_params", "eval_sampling_params")
         for name, unset in {"additional_kwargs": Unset(), "logprobs": Unset((1,))}.items()
     },
-    "generator.vision_language_generator": _off("models read text alone"),
+    "generator.vision_language_generator": _build_refusal("models read text alone"),
     "generator.miniswe_config_path": Refusal("the mini-SWE-agent example has other settings; see examples/"),
     "generator.miniswe_traj_dir": Refusal("the mini-SWE-agent example has other settings; see examples/"),
     **{f"deepspeed_config.{name}": refusal for name, refusal in _DEEPSPEED.items()},
 }
-"""Setting, or section that holds it -> its name here, or why it is refused."""
+"""Setting, or section that holds it -> its name here, or the reason for its refusal."""
 
 _NVME = {"nvme": "parameters and optimizer state on disk are not built; use cpu"}
 REFUSED_CHOICES: dict[str, dict[str, str]] = {
@@ -403,11 +409,11 @@ REFUSED_CHOICES: dict[str, dict[str, str]] = {
         "flex": "the libraries that it needs are not used; use alltoall",
     },
 }
-"""A setting -> a choice known from other releases -> why it is refused and what to use."""
+"""Setting -> choice of other releases -> reason for the refusal and the alternative."""
 
 
-def translated(values: Mapping[str, Any], defaults: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return settings under their names here, without those of other releases that ask for what is done anyway.
+def translate_settings(values: Mapping[str, Any], defaults: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """Rename settings of other releases, and drop those that request the existing behaviour.
 
     Args:
         defaults: returns the default values.
@@ -421,20 +427,20 @@ def translated(values: Mapping[str, Any], defaults: Callable[[], Mapping[str, An
         entry = OTHER_RELEASES[name]
         if isinstance(entry, Moved):
             here = next((here for there, here in entry.values if there == value), value)
-            _move(settings, entry.setting, here, f"{name}={_formatted(value)}", defaults)
+            _move(settings, entry.setting, here, f"{name}={_format_value(value)}", defaults)
         elif isinstance(entry, Repeated):
-            expected = _value_of(settings, entry.setting, _value_of(defaults(), entry.setting, None))
+            expected = _get_value(settings, entry.setting, _get_value(defaults(), entry.setting, None))
             if value != expected:
                 raise ConfigError(
-                    f"{name}={_formatted(value)} is refused: {entry.reason}; it must be {entry.setting}="
-                    f"{_formatted(expected)}, or left out"
+                    f"{name}={_format_value(value)} is refused: {entry.reason}; it must be {entry.setting}="
+                    f"{_format_value(expected)}, or left out"
                 )
     return settings
 
 
 def _split(values: Mapping[str, Any], name: str, elsewhere: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the section `name` without those of other releases. The ones that concern a setting here
-    are added to `elsewhere`, by their full name."""
+    """Return the section `name` without settings of other releases. Renamed settings are added to `elsewhere` by their
+    new full name."""
     kept: dict[str, Any] = {}
     for key, value in values.items():
         full_name = f"{name}.{key}" if name else str(key)
@@ -448,22 +454,23 @@ def _split(values: Mapping[str, Any], name: str, elsewhere: dict[str, Any]) -> d
             inner = _split(value, full_name, elsewhere)
             if inner or not (value or is_refused(full_name)):
                 kept[key] = inner
-        elif not _accepts(full_name, value):
+        elif not _is_accepted(full_name, value):
             kept[key] = value
     if is_refused(name) and any(key in values and key not in kept for key in ("enabled", "enable")):
-        return {}  # the section is switched off: what else it says has no effect
+        return {}  # a disabled section: its other settings have no effect
     return kept
 
 
 def _move(
     settings: dict[str, Any], target: str, value: Any, origin: str, defaults: Callable[[], Mapping[str, Any]]
 ) -> None:
-    """Set the setting `target`, in place. A value there that is the default counts as not given: Hydra adds them all.
+    """Set the setting `target`, in place. An existing value equal to the default counts as unset: Hydra adds all
+    defaults.
 
     Args:
         origin: setting and value of the other release, for errors.
     """
-    if isinstance(value, Mapping):  # a dict setting: its entries may come under both names
+    if isinstance(value, Mapping):  # a dict setting: its entries may be given under both names
         for key, item in value.items():
             _move(settings, f"{target}.{key}", item, origin, defaults)
         return
@@ -471,15 +478,15 @@ def _move(
     section = settings
     for part in sections:
         section = section.setdefault(part, {})
-    if key in section and section[key] not in (value, _value_of(defaults(), target, value)):
+    if key in section and section[key] not in (value, _get_value(defaults(), target, value)):
         raise ConfigError(
-            f"{origin} means {target}={_formatted(value)}, which is {_formatted(section[key])}: leave one of them out"
+            f"{origin} means {target}={_format_value(value)}, which is {_format_value(section[key])}: leave one of them out"
         )
     section[key] = value
 
 
-def _value_of(settings: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Return the value of the setting `name`, or `default` if there is none."""
+def _get_value(settings: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return the value of the setting `name`, or `default`."""
     value: Any = settings
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -488,61 +495,61 @@ def _value_of(settings: Mapping[str, Any], name: str, default: Any) -> Any:
     return value
 
 
-def moved_names(section: str) -> list[str]:
-    """Return the names of other releases in a section that have another name here."""
+def find_moved_names(section: str) -> list[str]:
+    """Return the names in a section that are renamed here."""
     return [name for name, each in OTHER_RELEASES.items() if isinstance(each, Moved) and name.startswith(f"{section}.")]
 
 
 def is_refused(name: str) -> bool:
     """Return whether `name` is a setting or section of other releases, or in such a section."""
-    return _entry(name) is not None
+    return _find_entry(name) is not None
 
 
-def reason_refused(name: str, value: object) -> str | None:
-    """Return an error's text for the setting or section `name` of other releases; None if it is not one."""
-    if isinstance(value, Mapping) and value:  # accepted values have been taken out
-        reasons = (reason_refused(f"{name}.{key}", item) for key, item in value.items())
+def get_refusal_reason(name: str, value: object) -> str | None:
+    """Return the error text for the setting or section `name` of other releases, or None if it is not one."""
+    if isinstance(value, Mapping) and value:  # accepted values have been removed
+        reasons = (get_refusal_reason(f"{name}.{key}", item) for key, item in value.items())
         return next((reason for reason in reasons if reason is not None), None)
-    entry = _entry(name)
+    entry = _find_entry(name)
     if entry is None:
         return None
-    return f"{name}={_formatted(value)} is refused: {entry[1].reason}"
+    return f"{name}={_format_value(value)} is refused: {entry[1].reason}"
 
 
-def _formatted(value: object) -> object:
+def _format_value(value: object) -> object:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
 
 
-def reason_choice_refused(name: str, value: object) -> str | None:
-    """Return why a choice known from other releases is refused for the setting `name`; None if it is not known."""
+def get_choice_refusal_reason(name: str, value: object) -> str | None:
+    """Return the reason why a choice of other releases is refused for the setting `name`, or None if it is unknown."""
     if isinstance(value, str):
-        for each in _names(name):
+        for each in _get_entry_names(name):
             if value in REFUSED_CHOICES.get(each, {}):
                 return f"{name}={value} is refused: {REFUSED_CHOICES[each][value]}"
     return None
 
 
-def _accepts(name: str, value: object) -> bool:
-    """Return whether a value of another release's setting asks for what is done anyway."""
-    entry = _entry(name)
+def _is_accepted(name: str, value: object) -> bool:
+    """Return whether a value requests the existing behaviour."""
+    entry = _find_entry(name)
     if entry is None:
         return False
     known, refusal = entry
     if refusal.accepted is None:
         return True
-    if known not in _names(name):
+    if known not in _get_entry_names(name):
         return False
     if value in refusal.accepted:
         return True
     if refusal.warned is None or value in refusal.warned:
-        warnings.warn(f"{name}={_formatted(value)} has no effect: {refusal.reason}", stacklevel=2)
+        warnings.warn(f"{name}={_format_value(value)} has no effect: {refusal.reason}", stacklevel=2)
         return True
     return False
 
 
-def _entry(name: str) -> tuple[str, Refusal] | None:
-    """Return the refusal of a setting, or of the innermost section that holds it."""
-    for each in _names(name):
+def _find_entry(name: str) -> tuple[str, Refusal] | None:
+    """Find the refusal of a setting, or of the innermost section that holds it."""
+    for each in _get_entry_names(name):
         while each:
             if isinstance(refusal := OTHER_RELEASES.get(each), Refusal):
                 return each, refusal
@@ -550,8 +557,8 @@ def _entry(name: str) -> tuple[str, Refusal] | None:
     return None
 
 
-def _names(name: str) -> list[str]:
-    """Return the names in the tables of a setting that several models or sections have, its own first."""
+def _get_entry_names(name: str) -> list[str]:
+    """Return the table names of a setting that several models or sections have, the most specific first."""
     own = re.sub(r"^trainer\.(policy|critic)\.deepspeed_config", "deepspeed_config.train", name)
     own = re.sub(r"^trainer\.ref\.deepspeed_config", "deepspeed_config.eval", own)
     own = re.sub(r"^generator\.inference_engine\.", "generator.", own)

@@ -1,9 +1,8 @@
-"""Registries: how a setting such as `policy_loss_type=regular` becomes code, and how users add their own.
+"""Registries that map a setting such as `policy_loss_type=regular` to code, and that users extend.
 
-A registration is all that the rest of the program knows of an entry: its name, the entry itself (a function or a
-class), its requirements (data that validation and the trainer read in place of names) and the dataclass of its own
-settings.
-Imports no torch and none of the entries: a registry is told the names of the modules that register ours.
+A registration is all that other modules know of an entry: its name, the entry itself (a function or a class), its
+requirements (data that validation and the trainer read instead of names) and the dataclass of its settings. Imports
+neither torch nor the entries: a registry gets the names of the modules that register the built-in ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,14 +35,14 @@ class Registration(Generic[Entry, Requirements]):
 
 
 class Registry(Generic[Entry, Requirements]):
-    """Entries by name, one registry a process. A run looks up its entries once, in the driver, and ships them to its
+    """Process-wide registry of named entries. A run looks up its entries once, in the driver, and ships them to its
     workers.
 
     Args:
         noun: kind of the entries, for error messages ("policy loss").
-        requirements: dataclass of requirements; its defaults are those of an entry registered without any.
-        providers: names of the modules that register this package's own entries when imported. They are imported at
-            the first look-up, so that the registry itself needs none of what they import.
+        requirements: dataclass of requirements; its defaults apply to an entry registered without any.
+        providers: names of the modules that register the built-in entries when imported. They are imported at the first
+            look-up, so that the registry itself needs none of their imports.
     """
 
     def __init__(self, noun: str, requirements: Callable[[], Requirements], providers: Sequence[str] = ()):
@@ -55,8 +54,8 @@ class Registry(Generic[Entry, Requirements]):
     def register(
         self, name: str, entry: Entry, *, requires: Requirements | None = None, settings: type[object] | None = None
     ) -> None:
-        """Register an entry. Raises ValueError if the name is taken: a silent replacement would change other people's
-        runs."""
+        """Register an entry. Raises ValueError if the name is taken: silent replacement would change other
+        users' runs."""
         self._load()
         if name in self._registrations:
             raise ValueError(f"{self._noun} '{name}' is already registered; choose another name or unregister it first")
@@ -69,12 +68,12 @@ class Registry(Generic[Entry, Requirements]):
         )
 
     def unregister(self, name: str) -> None:
-        """Remove an entry. Raises ValueError if there is no such name."""
-        self.registration(name)
+        """Remove an entry. Raises ValueError if the name is unknown."""
+        self.get_registration(name)
         del self._registrations[name]
 
-    def registration(self, name: str) -> Registration[Entry, Requirements]:
-        """Return all that was registered under `name`. Raises ValueError with the known names if there is none."""
+    def get_registration(self, name: str) -> Registration[Entry, Requirements]:
+        """Return the registration of `name`. Raises ValueError that lists the known names if it is unknown."""
         self._load()
         if name not in self._registrations:
             from skyrl_gym.suggestions import did_you_mean  # settings import without the gym
@@ -84,42 +83,42 @@ class Registry(Generic[Entry, Requirements]):
         return self._registrations[name]
 
     def get(self, name: str) -> Entry:
-        """Return the entry. Raises ValueError with the known names if there is none."""
-        return self.registration(name).entry
+        """Return the entry. Raises ValueError that lists the known names if `name` is unknown."""
+        return self.get_registration(name).entry
 
-    def requirements(self, name: str) -> Requirements:
-        """Return the entry's requirements; those of an entry registered without any where `name` is not known."""
-        return self.registration(name).requires if name in self else self._no_requirements
+    def get_requirements(self, name: str) -> Requirements:
+        """Return the entry's requirements, or the default requirements if `name` is unknown."""
+        return self.get_registration(name).requires if name in self else self._no_requirements
 
     def list_available(self) -> list[str]:
-        return sorted(self.registrations())
+        return sorted(self.list_registrations())
 
-    def registrations(self) -> dict[str, Registration[Entry, Requirements]]:
-        """Return all registrations by name, in the order in which they were made."""
+    def list_registrations(self) -> dict[str, Registration[Entry, Requirements]]:
+        """Return all registrations by name, in registration order."""
         self._load()
         return dict(self._registrations)
 
-    def decorator(
+    def build_decorator(
         self, name: str, *, requires: Requirements | None = None, settings: type[object] | None = None
     ) -> Callable[[AnyEntry], AnyEntry]:
-        """`register` as a decorator, which leaves the entry as it is."""
+        """Return a decorator that registers a function or class and returns it unchanged."""
 
-        def keep(entry: AnyEntry) -> AnyEntry:
+        def register_entry(entry: AnyEntry) -> AnyEntry:
             self.register(name, entry, requires=requires, settings=settings)  # type: ignore[arg-type]
             return entry
 
-        return keep
+        return register_entry
 
     def __contains__(self, name: str) -> bool:
         self._load()
         return name in self._registrations
 
     def _load(self) -> None:
-        # Emptied first: a provider registers while it is imported, and so comes here again.
+        # Cleared first: a provider registers while it is imported, which reenters this function.
         providers, self._providers = self._providers, ()
         try:
             for module in providers:
                 import_module(module)
-        except BaseException:  # also an interrupt: the next look-up must import them again
+        except BaseException:  # also after an interrupt: the next look-up must import them again
             self._providers = providers
             raise

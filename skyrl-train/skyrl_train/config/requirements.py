@@ -1,7 +1,7 @@
-"""Requirements of policy losses and advantage estimators, and the registries that hold them.
+"""Requirements of policy losses and advantage estimators, and their registries.
 
-Data beside a registration: the rules of a run, the step plan and the trainer read them, and know no name of a loss or
-an estimator. The functions themselves are in `skyrl_train.algorithms`, which registers them here.
+Requirements are data of a registration, so that rules, step plan and trainer need no names of losses or estimators. The
+functions are in `skyrl_train.algorithms`, which registers them here.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ class LossRequirements:
     """Requirements of a policy loss beyond log-probs and advantages."""
 
     rollout_log_probs: bool = False
-    """Compares with the engine's log-probs itself: needs them, and excludes a second correction."""
+    """Uses the engine's log-probs itself: requires them, and excludes a second correction."""
 
     rollout_log_probs_with: tuple[str, str] | None = None
-    """(setting of `trainer.algorithm`, the choice of it with which `rollout_log_probs` holds)."""
+    """(setting of `trainer.algorithm`, its choice for which `rollout_log_probs` applies)."""
 
     advantages: bool = True
     """Reads advantages. False: rewards cannot train with it."""
@@ -31,7 +31,7 @@ class LossRequirements:
     """`old_log_probs` are the reference model's."""
 
     loss_reductions: tuple[str, ...] | None = None
-    """Choices of `loss_reduction` that the loss is defined with; None: all."""
+    """Supported choices of `loss_reduction`; None: all."""
 
     above: tuple[tuple[str, float], ...] = ()
     """(setting of `trainer.algorithm`, the number that it must be above)."""
@@ -42,25 +42,24 @@ class EstimatorRequirements:
     """Requirements of an advantage estimator."""
 
     critic: bool | None = None
-    """True: needs the critic's `values`. False: does not read them, so that a critic would be trained in vain. None:
-    works with and without."""
+    """True: requires the critic's `values`. False: ignores them, so that training a critic is useless. None:
+    optional."""
 
     groups: bool = False
-    """True if it compares the samples of a prompt: with one sample per prompt there is no baseline or no advantage."""
+    """True if it compares samples of a prompt: a single sample has no baseline or no advantage."""
 
     whole_trajectories: bool = False
     """True if the advantage of a token depends on later rewards: a row must be a whole trajectory, not one of its
     steps."""
 
     single_turns: bool = False
-    """True if it compares turns with turns: a row may not join several."""
+    """True if it compares turns with turns: a row must not merge several."""
 
     single_tokens: bool = False
-    """True if the advantage of a token depends on its own reward only, not on the rest of its trajectory or on other
-    trajectories."""
+    """True if the advantage of a token depends only on its own reward."""
 
     nonnegative_scores: bool = False
-    """Divides by the mean score of a prompt: nothing may make scores negative. Groups with a negative mean are counted
+    """Divides by the mean score of a prompt: scores must not be negative. Groups with a negative mean are counted
     (`loss/<name>_negative_groups`)."""
 
 
@@ -74,6 +73,6 @@ AdvantageEstimatorRegistry: Registry[Callable[..., Any], EstimatorRequirements] 
     "advantage estimator", EstimatorRequirements, ("skyrl_train.algorithms.advantages",)
 )
 
-register_policy_loss = PolicyLossRegistry.decorator
-register_token_selector = TokenSelectorRegistry.decorator
-register_advantage_estimator = AdvantageEstimatorRegistry.decorator
+register_policy_loss = PolicyLossRegistry.build_decorator
+register_token_selector = TokenSelectorRegistry.build_decorator
+register_advantage_estimator = AdvantageEstimatorRegistry.build_decorator

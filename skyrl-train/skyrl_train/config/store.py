@@ -1,14 +1,14 @@
-"""Hydra's view of the settings: the defaults under the name `ppo_base_config`, made from the dataclasses.
+"""Hydra's view of the settings: the defaults under the name `ppo_base_config`, built from the dataclasses.
 
-With them in the store there is no YAML file. `@hydra.main(config_path=config_dir, config_name="ppo_base_config")` finds
-them, and so does a user's YAML with `defaults: [ppo_base_config, _self_]`.
+No YAML file is needed. `@hydra.main(config_path=config_dir, config_name="ppo_base_config")` finds the defaults, and so
+does a user's YAML with `defaults: [ppo_base_config, _self_]`.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_train.config.base import BaseConfig, default_values
+from skyrl_train.config.base import BaseConfig, get_default_values
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.errors import ConfigError
 
@@ -16,25 +16,24 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 _composed_names: dict[tuple[type[BaseConfig], str], str] = {}
-"""Type of settings and changes of their defaults -> name under which `compose_config` has registered them."""
+"""Settings type and changed defaults -> name under which `compose_config` registered them."""
 
 config_dir = str(Path(__file__).resolve().parent)
-"""Folder to give Hydra as `config_path`: this package."""
+"""Folder to pass to Hydra as `config_path`: this package."""
 
 _HYDRA_SETTINGS: dict[str, object] = {
-    # The run folder is ours (trainer.run_dir): Hydra changes no directory and writes no files.
+    # trainer.run_dir is the run folder: Hydra must not change directory or write files.
     "output_subdir": None,
     "run": {"dir": "."},
     "job": {"chdir": False},
-    # Its file handler cannot be removed by merging, but opened only when something is written to it: nothing is.
+    # Its file handler cannot be removed by merging, but opens its file only on the first write, which never happens.
     "job_logging": {"root": {"handlers": ["console"]}, "handlers": {"file": {"delay": True}}},
 }
 
 
 _APPENDED = ("trainer.algorithm.overlong_buffer",)
-"""Sections that scripts for other releases append (`+section.name=value`). Hydra appends only what is not there, so
-they are not part of its defaults; without the `+` they are set as well. Their defaults are the dataclass's
-either way."""
+"""Sections that scripts of other releases append (`+section.name=value`). Hydra appends only missing names, so these
+sections are not part of its defaults; they can be set without the `+`, too. Their defaults come from the dataclass."""
 
 
 def register_config_store(
@@ -45,7 +44,7 @@ def register_config_store(
     """Register the defaults of `config_type` with Hydra as `name`. A second call replaces the first.
 
     Args:
-        changes: setting -> default of this name, where it is another one.
+        changes: setting -> default that differs under this name.
     """
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
@@ -68,15 +67,15 @@ def compose_config(
     config_type: type[BaseConfig] = SkyRLConfig,
     changes: Mapping[str, object] | None = None,
 ) -> "DictConfig":
-    """Compose the settings of a command line (`key=value`) as an entry point does, for a script or a notebook.
+    """Compose the settings of a command line (`key=value`) like an entry point, for a script or a notebook.
 
-    Names and values are checked by what takes the result: an experiment such as `BasePPOExp`, or `validate_cfg`.
+    Names and values are checked by the consumer: an experiment such as `BasePPOExp`, or `validate_cfg`.
 
     Args:
         changes: as in `register_config_store`.
 
     Raises:
-        ConfigError: an override that Hydra cannot read.
+        ConfigError: an override that Hydra cannot parse.
     """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
@@ -94,9 +93,9 @@ def compose_config(
 
 
 def get_default_config(config_type: type[BaseConfig] = SkyRLConfig) -> "DictConfig":
-    """The defaults as an OmegaConf tree whose interpolations follow changes made to it.
+    """Return the defaults as an OmegaConf tree with live interpolations.
 
-    Its sections accept unknown names, so that `from_dict` can refuse them with the nearest valid one.
+    Its sections accept unknown names, so that `from_dict` can reject them and suggest the nearest valid one.
     """
     from omegaconf import DictConfig, OmegaConf
 
@@ -106,6 +105,6 @@ def get_default_config(config_type: type[BaseConfig] = SkyRLConfig) -> "DictConf
             if isinstance(child, DictConfig):
                 accept_unknown_names(child)
 
-    defaults = OmegaConf.create(default_values(config_type))
+    defaults = OmegaConf.create(get_default_values(config_type))
     accept_unknown_names(defaults)
     return defaults

@@ -1,7 +1,7 @@
 """Settings of supervised training: `main_sft` (demonstrations) and `main_dpo` (preference pairs).
 
-What both kinds of training share with reinforcement learning keeps its name: models, optimizer, workers, batches,
-checkpoints are `trainer.*`. A setting of `trainer` that supervised training does not read may not be changed.
+Settings shared with reinforcement learning keep their names: models, optimizer, workers, batches, checkpoints are
+`trainer.*`. Changing a setting of `trainer` that supervised training ignores is an error.
 """
 
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.base import BaseConfig, default_values, plain
+from skyrl_train.config.base import BaseConfig, get_default_values, to_plain_values
 from skyrl_train.config.config import PlacementConfig, SkyRLConfig, TrainerConfig
 from skyrl_train.config.deepspeed import DeepSpeedConfig
-from skyrl_train.config.other_releases import translated
-from skyrl_train.config.typed import build, is_among, leaves, resolve_references
+from skyrl_train.config.other_releases import translate_settings
+from skyrl_train.config.typed import build, is_among, iter_settings, resolve_references
 from skyrl_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class SupervisedDataConfig(BaseConfig):
     """Evaluation sets, in the same forms. Empty: no evaluation."""
 
     cache_dir: str | None = None
-    """Folder of tokenized examples, kept for the next start with the same files, tokenizer and chat template. null: a
-    folder beside those of Hugging Face's datasets (HF_DATASETS_CACHE)."""
+    """Cache folder of tokenized examples, reused with the same files, tokenizer and chat template. null: a folder next
+    to the datasets cache of Hugging Face (HF_DATASETS_CACHE)."""
 
     format: Literal["auto", "chat", "alpaca", "preference"] = "auto"
     """Columns of a row. `chat`: `messages` (and optionally `tools`, also as JSON text). `alpaca`: `instruction`,
@@ -44,14 +44,14 @@ class SupervisedDataConfig(BaseConfig):
     columns."""
 
     train_on: Literal["all_assistant", "last_assistant", "all"] = "all_assistant"
-    """Tokens in the loss: those of every assistant message, of the last assistant message, or all. An assistant message
+    """Trained tokens: all assistant messages, the last assistant message, or all tokens. An assistant message
     contributes its text and its end token, not its header."""
 
     max_length: int = 4096
     """Maximum number of tokens of an example."""
 
     too_long: Literal["drop", "truncate"] = "drop"
-    """Treatment of longer examples. Their number is logged."""
+    """Handling of longer examples. Their number is logged."""
 
 
 @dataclass(kw_only=True)
@@ -71,17 +71,17 @@ class SupervisedConfig(BaseConfig):
 
     @classmethod
     def from_dict(cls, values: "Mapping[str, object] | DictConfig") -> "Self":
-        """Build the settings. Missing ones have the defaults of this class, not those of reinforcement learning."""
-        defaults = default_values(cls)
-        return build(cls, _merged(defaults, translated(plain(values), lambda: defaults)))
+        """Build the settings. Missing values get the defaults of this class, not the defaults of reinforcement
+        learning.
+        """
+        defaults = get_default_values(cls)
+        return build(cls, _merge_values(defaults, translate_settings(to_plain_values(values), lambda: defaults)))
 
     def __post_init__(self) -> None:
         resolve_references(self)
 
-    def as_training_config(self) -> SkyRLConfig:
-        """Convert to the settings that workers take. The divisor of `seq_mean_token_sum_norm` is `data.max_length` if
-        not set: no responses of another length are generated here.
-        """
+    def to_training_config(self) -> SkyRLConfig:
+        """Convert to worker settings. The divisor of `seq_mean_token_sum_norm` defaults to `data.max_length`."""
         algorithm = self.trainer.algorithm
         if algorithm.max_seq_len is None:
             algorithm.max_seq_len = self.data.max_length
@@ -103,12 +103,12 @@ class PreferenceConfig(SupervisedConfig):
     )
 
 
-def _merged(base: dict[str, object], changes: Mapping[str, object]) -> dict[str, object]:
-    """Return `base` with the values of `changes` merged in."""
+def _merge_values(base: dict[str, object], changes: Mapping[str, object]) -> dict[str, object]:
+    """Merge the values of `changes` into a copy of `base`."""
     merged = dict(base)
     for name, value in changes.items():
         known = merged.get(name)
-        merged[name] = _merged(known, value) if isinstance(known, dict) and isinstance(value, Mapping) else value
+        merged[name] = _merge_values(known, value) if isinstance(known, dict) and isinstance(value, Mapping) else value
     return merged
 
 
@@ -135,18 +135,20 @@ _OF_PREFERENCES = (
     "placement.colocate_policy_ref",
 )
 _OF_ROLLOUTS = ("trainer.policy.routing_replay", "trainer.policy.sampling_mask_replay")
-"""Settings of shared sections that supervised training refuses: they replay a forward or the sampling of the rows."""
+"""Settings that supervised training rejects: they replay rollout routing or sampling."""
 
 
-def check_read(config: SupervisedConfig) -> None:
-    """Raise ConfigError if a setting of `trainer` was changed that this kind of training does not read."""
+def check_unread_settings(config: SupervisedConfig) -> None:
+    """Raise ConfigError if a setting of `trainer` was changed that this kind of training ignores."""
     own = _OF_PREFERENCES if isinstance(config, PreferenceConfig) else _OF_DEMONSTRATIONS
     of_loss = f"algorithm.{config.trainer.algorithm.policy_loss_type}."
     read = tuple(f"trainer.{name}" for name in (*_SHARED, *own, of_loss))
-    same_model = {"trainer": {"policy": {"model": {"path": config.trainer.policy.model.path}}}}  # others refer to it
+    same_model = {
+        "trainer": {"policy": {"model": {"path": config.trainer.policy.model.path}}}
+    }  # other settings refer to it
     unchanged = type(config).from_dict(same_model)
-    defaults = {name: getattr(section, leaf.name) for name, section, leaf in leaves(unchanged)}
-    for name, section, leaf in leaves(config):
+    defaults = {name: getattr(section, leaf.name) for name, section, leaf in iter_settings(unchanged)}
+    for name, section, leaf in iter_settings(config):
         is_read = not name.startswith("trainer.") or (is_among(name, read) and name not in _OF_ROLLOUTS)
         if not is_read and getattr(section, leaf.name) != defaults[name]:
             kind = "preference" if isinstance(config, PreferenceConfig) else "supervised"

@@ -1,4 +1,4 @@
-"""Training backends: the registry that `trainer.strategy` is checked against, and what each declares.
+"""Training backends: the registry that `trainer.strategy` is checked against, and the traits of each.
 
 Each is declared in `training_backends/<name>/registration.py`, which imports neither its library nor torch.
 """
@@ -18,7 +18,7 @@ def _accept(*_args: object) -> None:
     """Check nothing."""
 
 
-def _sequence_parallel_size(settings: Any) -> int:
+def _get_sequence_parallel_size(settings: Any) -> int:
     return settings.sequence_parallel_size
 
 
@@ -27,18 +27,18 @@ class TrainingBackendTraits:
     """Static facts of a training backend, known before a model is loaded."""
 
     library: str | None = None
-    """Package that must be installed; None: no other than the trainer's own."""
+    """Package that must be installed; None: nothing beyond the trainer's dependencies."""
 
     install_hint: str = "see INSTALL.md"
 
     alias_of: str | None = None
-    """Present name of this backend, which replaces the name with a warning."""
+    """Current name of this backend, which replaces the old name with a warning."""
 
     section: str | None = None
-    """Section of a model's settings that this backend reads and no other does, such as `fsdp_config`."""
+    """Section of a model's settings that only this backend reads, such as `fsdp_config`."""
 
     max_ranks: int | None = None
-    """Most ranks of a model; None: any number."""
+    """Maximum number of ranks of a model; None: no limit."""
 
     sequence_parallel: bool = True
     """Ranks may share sequences (`sequence_parallel_size`)."""
@@ -53,21 +53,19 @@ class TrainingBackendTraits:
     """Renormalizes log-probs over recorded tokens (`trainer.policy.sampling_mask_replay`)."""
 
     candidates: bool = False
-    """Scores words that were not sampled (`trainer.distillation.tokens=top_k` and `full`)."""
+    """Scores tokens that were not sampled (`trainer.distillation.tokens=top_k` and `full`)."""
 
-    ranks_per_replica: Callable[[Any], int] = _sequence_parallel_size
-    """Section of a model -> ranks that share the rows of a data-parallel rank."""
+    ranks_per_replica: Callable[[Any], int] = _get_sequence_parallel_size
+    """Section of a model -> number of ranks that share the rows of a data-parallel rank."""
 
     memory_like: str | None = None
-    """Name of the estimate of memory that holds for it (`skyrl_inspect/plan/backends.py`); None: memory is not
-    estimated."""
+    """Name of its memory estimate (`skyrl_inspect/plan/backends.py`); None: memory is not estimated."""
 
     check_settings: Callable[["SkyRLConfig"], None] = _accept
-    """Rules of its own between settings. Raises ConfigError."""
+    """Check backend-specific rules between settings. Raises ConfigError."""
 
     check_model_config: Callable[[Any, Any, str], None] = _accept
-    """(transformers config, section of a model, the section's name) -> nothing, if it can hold the model. Raises
-    ConfigError."""
+    """Check (transformers config, section of a model, section name) for support of the model. Raises ConfigError."""
 
     @property
     def is_installed(self) -> bool:
@@ -76,7 +74,7 @@ class TrainingBackendTraits:
             return True
         try:
             return find_spec(self.library) is not None
-        except ModuleNotFoundError:  # of a package inside of one that is not there
+        except ModuleNotFoundError:  # of a package inside a missing one
             return False
 
 
@@ -90,12 +88,12 @@ TrainingBackendRegistry: Registry[Callable[..., Any], TrainingBackendTraits] = R
     ),
 )
 """Name -> builder of a `TrainingBackend` from `(cfg, model name, number of optimizer steps or None)`, called on every
-rank; it imports its library there. A subclass of `TrainingBackend` is one."""
+rank; it imports its library there. A subclass of `TrainingBackend` is a builder."""
 
-register_training_backend = TrainingBackendRegistry.decorator
+register_training_backend = TrainingBackendRegistry.build_decorator
 
 
-def ranks_per_replica(config: "SkyRLConfig", model: str) -> int:
-    """Return how many ranks of a model ("policy", "critic", "ref") share the rows of a data-parallel rank."""
-    traits = TrainingBackendRegistry.requirements(config.trainer.strategy)
+def get_ranks_per_replica(config: "SkyRLConfig", model: str) -> int:
+    """Return the number of ranks of a model ("policy", "critic", "ref") that share the rows of a data-parallel rank."""
+    traits = TrainingBackendRegistry.get_requirements(config.trainer.strategy)
     return traits.ranks_per_replica(getattr(config.trainer, model))

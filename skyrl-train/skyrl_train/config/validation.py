@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from skyrl_train.config.bounds import check_bounds
 from skyrl_train.config.config import SkyRLConfig, get_config_as_dict
 from skyrl_train.config.fingerprint import fill_fingerprint
-from skyrl_train.config.rules.algorithm import check_algorithm, replace_old_forms
-from skyrl_train.config.rules.asynchronous import check_asynchronous, replace_old_forms_of_asynchronous
+from skyrl_train.config.rules.algorithm import check_algorithm, replace_deprecated_settings
+from skyrl_train.config.rules.asynchronous import check_asynchronous, replace_deprecated_async_settings
 from skyrl_train.config.rules.batches import check_packing, validate_batch_sizes
-from skyrl_train.config.rules.checks import check_positive, require
+from skyrl_train.config.rules.checks import check_positive, check_rule
 from skyrl_train.config.rules.distillation import check_distillation
 from skyrl_train.config.rules.engines import check_backend, check_engines
 from skyrl_train.config.rules.environments import validate_environments
@@ -24,7 +24,7 @@ from skyrl_train.config.rules.routing_replay import check_routing_replay
 from skyrl_train.config.rules.run import check_checkpoints, check_loggers, check_paths, check_profiler
 from skyrl_train.config.rules.sampling_mask_replay import check_sampling_mask_replay
 from skyrl_train.config.rules.training_backend import check_training_backend
-from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig, check_read
+from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig, check_unread_settings
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def validate_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") -> SkyRLConfig:
-    """The settings of a training run, typed and checked, with every `auto` replaced by what it means on this machine.
+    """Return the settings of a training run, typed and checked, with every `auto` resolved for this machine.
 
     Call it on the driver, before Ray starts. Custom losses and advantage estimators must be registered by then.
 
@@ -50,19 +50,19 @@ def validate_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") -> SkyRLCo
     """
     config = validate_generator_cfg(cfg)
     check_positive(config, ("trainer.epochs", "trainer.max_training_steps", "trainer.update_epochs_per_batch"))
-    require(bool(config.data.train_data), "data.train_data is empty; name at least one training set")
-    require(
+    check_rule(bool(config.data.train_data), "data.train_data is empty; name at least one training set")
+    check_rule(
         config.generator.model_name == config.trainer.policy.model.path,
         f"generator.model_name={config.generator.model_name!r} must be trainer.policy.model.path="
         f"{config.trainer.policy.model.path!r}: engines receive the policy's weights; leave generator.model_name out",
     )
-    require(
+    check_rule(
         config.generator.sampling_params.temperature > 0,
         f"generator.sampling_params.temperature={config.generator.sampling_params.temperature} must be greater than 0: "
         "greedy answers to one prompt are all the same, so there is nothing to learn from them",
     )
-    replace_old_forms(config)
-    replace_old_forms_of_asynchronous(config)
+    replace_deprecated_settings(config)
+    replace_deprecated_async_settings(config)
     check_checkpoints(config)
     check_profiler(config)
     check_models(config)
@@ -78,9 +78,9 @@ def validate_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") -> SkyRLCo
 
 
 def validate_generator_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") -> SkyRLConfig:
-    """The settings of a run that only generates and evaluates: all but the rules about training. See `validate_cfg`."""
+    """Return the settings of a generation or evaluation run, without the rules of training. See `validate_cfg`."""
     config_type = type(cfg) if isinstance(cfg, SkyRLConfig) else SkyRLConfig
-    config = config_type.from_dict(get_config_as_dict(cfg))  # a copy; settings made in Python are type-checked here
+    config = config_type.from_dict(get_config_as_dict(cfg))  # a copy; settings created in Python are type-checked here
     fill_fingerprint(config)
     _resolve_automatic_choices(config)
     check_paths(config)
@@ -93,12 +93,12 @@ def validate_generator_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") 
 
 
 def validate_supervised_cfg(cfg: "Mapping[str, Any] | DictConfig", config_type: type[Supervised]) -> Supervised:
-    """The settings of a run of supervised training (`SupervisedConfig`, `PreferenceConfig`). See `validate_cfg`."""
+    """Return the settings of supervised training (`SupervisedConfig`, `PreferenceConfig`). See `validate_cfg`."""
     settings = config_type.from_dict(get_config_as_dict(cfg))
-    check_read(settings)
+    check_unread_settings(settings)
     fill_fingerprint(settings)
-    config, trainer = settings.as_training_config(), settings.trainer
-    trainer.placement.device = trainer.placement.resolved_device()
+    config, trainer = settings.to_training_config(), settings.trainer
+    trainer.placement.device = trainer.placement.resolve_device()
     check_positive(
         config,
         (
@@ -115,15 +115,15 @@ def validate_supervised_cfg(cfg: "Mapping[str, Any] | DictConfig", config_type: 
     )
     for name, section in trainer.algorithm.sections.items():
         check_bounds(section, f"trainer.algorithm.{name}")
-    require(bool(settings.data.train_data), "data.train_data is empty; name at least one training set")
-    require(settings.data.max_length > 0, f"data.max_length must be greater than 0; got {settings.data.max_length}")
+    check_rule(bool(settings.data.train_data), "data.train_data is empty; name at least one training set")
+    check_rule(settings.data.max_length > 0, f"data.max_length must be greater than 0; got {settings.data.max_length}")
     check_packing(config)
     check_paths(config)
     check_loggers(config)
     check_checkpoints(config)
     check_profiler(config)
     check_optimizer(trainer.policy.optimizer_config, "trainer.policy.optimizer_config")
-    with_pairs = isinstance(settings, PreferenceConfig)  # the reference must see what the policy sees
+    with_pairs = isinstance(settings, PreferenceConfig)  # the reference must see the same data as the policy
     check_adapters(trainer.policy.model.lora, "trainer.policy.model.lora", dropout_allowed=not with_pairs)
     check_division(trainer.policy, "policy", trainer.placement.policy_world_size)
     check_cluster(config)
@@ -135,8 +135,8 @@ def validate_supervised_cfg(cfg: "Mapping[str, Any] | DictConfig", config_type: 
 
 
 def _resolve_automatic_choices(config: SkyRLConfig) -> None:
-    device = config.trainer.placement.resolved_device()
-    require(
+    device = config.trainer.placement.resolve_device()
+    check_rule(
         not (device == "cpu" and config.generator.weight_sync_backend == "nccl"),
         "generator.weight_sync_backend=nccl needs GPUs, but models run on the CPU (trainer.placement.device="
         f"{config.trainer.placement.device}); use auto or gloo",
@@ -145,5 +145,5 @@ def _resolve_automatic_choices(config: SkyRLConfig) -> None:
     check_backend(config.generator)
     if config.generator.run_engines_locally:
         inline = config.trainer.placement.launcher == "inline"
-        config.generator.backend = config.generator.resolved_backend("cpu" if inline else device)
-    config.generator.weight_sync_backend = config.generator.resolved_weight_sync_backend(device)
+        config.generator.backend = config.generator.resolve_backend("cpu" if inline else device)
+    config.generator.weight_sync_backend = config.generator.resolve_weight_sync_backend(device)

@@ -1,4 +1,4 @@
-"""Prompts: read, filtered, dealt out in batches, and turned into tensors."""
+"""Datasets of prompts and examples: reading, filtering, batching, conversion to tensors."""
 
 from skyrl_train.dataset.dataset import PromptDataset
 

@@ -1,9 +1,9 @@
 """Cache of tokenized rows: Arrow files, written as a stream and memory-mapped, so that no process holds the rows.
 
-A file is named by a fingerprint of all that its content follows from (the source's content, tokenizer, chat template,
-settings, versions, this code), and is whole or absent: two runs at once write the same file twice, one after the other.
-Datasets of `datasets` would do much of this, but infer types of JSON columns anew (rows would change), hide errors of a
-row behind their own, and parallelize by forking beside a tokenizer's threads. Knows no chat messages.
+A file is named by a fingerprint of everything that determines its content (the source's content, tokenizer, chat
+template, settings, versions, this code), and is written atomically: concurrent runs write the same file one after the
+other. Datasets of `datasets` would infer types of JSON columns again (rows would change), hide errors of a row behind
+their own, and parallelize by forking next to a tokenizer's threads. Knows no chat messages.
 """
 
 import errno
@@ -31,12 +31,12 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 NUM_THREADS = min(32, cpu_count() or 1)
-"""Threads that tokenize. No processes: forking beside Ray's or a tokenizer's threads may deadlock."""
+"""Tokenizer threads. No processes: forking next to threads of Ray or a tokenizer may deadlock."""
 
 SETTING = "data.cache_dir"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ABANDONED_SECONDS = 24 * 3600.0
-"""Age of an unfinished file that nobody writes any more: a writer writes all the time."""
+"""Age at which an unfinished file counts as abandoned: a live writer writes continuously."""
 
 
 # ---- files
@@ -57,15 +57,15 @@ class ArrowRows:
 
     @classmethod
     def concatenated(cls, parts: Iterable["ArrowRows"]) -> "ArrowRows":
-        """Return the rows of several files, one behind the other."""
+        """Return the concatenated rows of several files."""
         return cls([batch for part in parts for batch in part._batches])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def row(self, index: int) -> pa.RecordBatch:
-        """Return a row, of 0 up to the number of rows."""
-        # The first batch that ends behind it.
+        """Return a row; `index` is from 0 to the number of rows - 1."""
+        # The first batch that ends after it.
         number = int(np.searchsorted(self._ends, index, side="right"))
         batch = self._batches[number]
         return batch.slice(index - int(self._ends[number]) + batch.num_rows, 1)
@@ -79,22 +79,22 @@ class RowCache:
     """Folder of tokenized rows.
 
     Args:
-        folder: `data.cache_dir`; None: that of Hugging Face's datasets (`HF_DATASETS_CACHE`).
+        folder: `data.cache_dir`; None: the datasets cache of Hugging Face (`HF_DATASETS_CACHE`).
     """
 
     def __init__(self, folder: str | None = None) -> None:
         self.folder = expand_path(folder) if folder else _default_folder()
 
     def rows(self, label: str, fingerprint: str | None, build: Callable[[], Iterator[pa.RecordBatch]]) -> ArrowRows:
-        """Return the rows with a fingerprint, of the cache or built now.
+        """Return the rows with a fingerprint, cached or built now.
 
         Args:
-            label: what is read, for the log.
-            fingerprint: None where none can be made: the rows are then kept in a temporary file.
+            label: name of the source, for the log.
+            fingerprint: None if unknown: the rows are then stored in a temporary file.
             build: yields the rows in batches.
 
         Raises:
-            DataError: there is no space left.
+            DataError: no disk space.
         """
         if fingerprint is None:
             logger.info("{}: not cached, as the tokenizer's code cannot be read to tell whether it changed", label)
@@ -109,8 +109,8 @@ class RowCache:
         except (OSError, pa.ArrowInvalid) as error:
             logger.warning("{}: {} cannot be read and is written anew ({})", label, path, error)
         started = time.monotonic()
-        # No lock: a run that builds the same rows meanwhile writes a file of its own, and the last one stays. What is
-        # mapped by then is another file, which goes with its last reader.
+        # No lock: a concurrent run that builds the same rows writes a separate file, and the last one stays. Earlier
+        # mapped files exist until their last reader exits.
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_abandoned()
@@ -130,10 +130,10 @@ class RowCache:
         return ArrowRows.open(path)
 
     def summary(self, rows: str | None, name: str, compute: Callable[[], JsonObject]) -> JsonObject:
-        """Return JSON values that follow from rows; computed once if the folder can be written.
+        """Return JSON values derived from rows; computed once if the folder is writable.
 
         Args:
-            rows: what tells these rows from all others; None: compute them.
+            rows: identifier of the rows; None: always compute.
         """
         if rows is None:
             return compute()
@@ -149,12 +149,12 @@ class RowCache:
         return values
 
     def _remove_abandoned(self) -> None:
-        """Remove what killed writers left."""
+        """Remove files of killed writers."""
         for file in self.folder.glob(f".*{TEMPORARY_SUFFIX}"):
             try:
                 if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
                     file.unlink()
-            except FileNotFoundError:  # another run was quicker
+            except FileNotFoundError:  # another run was faster
                 continue
 
 
@@ -173,7 +173,7 @@ def _write(file: IO[bytes], batches: Iterator[pa.RecordBatch]) -> None:
 
 
 def _temporary_rows(label: str, build: Callable[[], Iterator[pa.RecordBatch]]) -> ArrowRows:
-    """Return rows in a file without a name, which ends with this process."""
+    """Return rows in an unnamed file that is deleted when this process exits."""
     try:
         with tempfile.NamedTemporaryFile(suffix=".arrow") as file:
             _write(file, build())  # pyright: ignore[reportArgumentType]
@@ -194,13 +194,13 @@ def _no_space(label: str, folder: object, error: OSError) -> DataError:
 
 
 def in_threads(convert: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
-    """Yield `convert` of each item, in order. As few items as keep the threads busy are held."""
+    """Yield `convert` of each item, in order. Buffers only as many items as keep the threads busy."""
     pool = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize")
     pending: deque[Future[R]] = deque()
     try:
         for item in items:
             pending.append(pool.submit(convert, item))
-            # Not before an item more than the threads can take is there, or one of them would wait for the next.
+            # Waits until there are more items than threads, or one of them would wait for the next.
             if len(pending) > num_workers + 1:
                 yield pending.popleft().result()
         while pending:

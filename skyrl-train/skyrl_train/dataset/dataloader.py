@@ -1,4 +1,4 @@
-"""Data loader: batches of a dataset, epoch after epoch, with a position that can be saved and restored."""
+"""Data loader: batches of a dataset over epochs, with a position that can be saved and restored."""
 
 import hashlib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from skyrl_train.errors import CheckpointError, ConfigError, DataError
 
 
 class Dataset(Protocol):
-    """Rows by index, and how a list of them becomes a batch."""
+    """Indexable rows, with a function that collates a list of them to a batch."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -18,18 +18,18 @@ class Dataset(Protocol):
 
 
 class PromptDataLoader:
-    """Batches of prompts. Iterating gives the rest of the current epoch, or the next one if nothing of it is left.
+    """Loader of prompt batches. Iterating yields the rest of the current epoch, or the next one if nothing is left.
 
-    The order of an epoch depends on the seed and the number of the epoch alone, so a run that was resumed sees what it
-    had not seen, in the same order. The position counts a batch as soon as it is handed out.
+    The order of an epoch depends only on the seed and the epoch number, so a resumed run sees the remaining prompts in
+    the same order. The position counts a batch as soon as it is returned.
 
     Args:
-        batch_size: prompts a batch.
-        shuffle: another order in every epoch.
-        drop_last: leave a last batch out that is not full.
+        batch_size: prompts per batch.
+        shuffle: use another order in every epoch.
+        drop_last: drop an incomplete last batch.
 
     Raises:
-        DataError: there is not one batch in the dataset.
+        DataError: the dataset has less than one batch.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int, shuffle: bool, drop_last: bool, seed: int) -> None:
@@ -56,7 +56,7 @@ class PromptDataLoader:
 
     @property
     def num_epochs_dealt(self) -> int:
-        """Passes over the data of which the last batch has been handed out."""
+        """Number of epochs whose last batch has been returned."""
         return self.epoch + (self.batches_consumed == len(self))
 
     def __iter__(self) -> Iterator[Any]:
@@ -66,19 +66,19 @@ class PromptDataLoader:
             yield self._deal()
 
     def next_batch(self) -> Any:
-        """Return one more batch; the first of the next epoch after the last of this one."""
+        """Return the next batch; the first of the next epoch after the last of this one."""
         if self.batches_consumed == len(self):
             self._begin_next_epoch()
         return self._deal()
 
     def skip_batch(self) -> None:
-        """Move the position as `next_batch` does, without reading the batch."""
+        """Advance the position like `next_batch`, without reading the batch."""
         if self.batches_consumed == len(self):
             self._begin_next_epoch()
         self.batches_consumed += 1
 
     def prompt(self, place: int) -> Any:
-        """Return the row at a place in the order of full batches over all epochs. The position stays."""
+        """Return the row at an index in the order of full batches over all epochs. The position is unchanged."""
         epoch, place = divmod(place, len(self) * self.batch_size)
         return self.dataset.collate_fn([self.dataset[self._order_of(epoch)[place]]])[0]
 
@@ -92,13 +92,13 @@ class PromptDataLoader:
         return self.dataset.collate_fn([self.dataset[i] for i in indices])
 
     def _order_of(self, epoch: int) -> list[int]:
-        """Return the order of an epoch, kept for the last two that were asked for."""
+        """Return the order of an epoch; the last two are cached."""
         if epoch not in self._orders:
             self._orders = dict([*self._orders.items(), (epoch, self.order(epoch))][-2:])
         return self._orders[epoch]
 
     def order(self, epoch: int) -> list[int]:
-        """Return the indices of the dataset in the order of an epoch."""
+        """Compute the indices of the dataset in the order of an epoch."""
         if not self.shuffle:
             return list(range(len(self.dataset)))
         digest = hashlib.sha256(f"{self.seed}/{epoch}".encode()).digest()
@@ -106,11 +106,11 @@ class PromptDataLoader:
         return torch.randperm(len(self.dataset), generator=generator).tolist()
 
     def state_dict(self) -> dict[str, int]:
-        """The position: whole epochs dealt out before this one, and batches of this one."""
+        """Return the position: completed epochs, and returned batches of the current one."""
         return {"epoch": self.epoch, "batches_consumed": self.batches_consumed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore a position. Raises CheckpointError if this dataset has no such position."""
+        """Restore a position. Raises CheckpointError if it is out of range for this dataset."""
         epoch, batches_consumed = state["epoch"], state["batches_consumed"]
         if epoch < 0 or not 0 <= batches_consumed <= len(self):
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Prompts from files or the hub, as rows that a generator takes. Knows no batches and no epochs."""
+"""Prompts from files or the hub, as rows for a generator. Knows no batches and no epochs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,27 +23,27 @@ PromptItem = tuple[ConversationType, str | None, Row, str]
 """Messages, environment id (None: the default one), the row's other columns, uid."""
 
 _TEXTS_AT_ONCE = 16
-"""Prompts given to the tokenizer together: what it returns takes some hundred bytes a token."""
+"""Prompts passed to the tokenizer together: its result takes some hundred bytes per token."""
 
 
 class PromptDataset:
-    """Rows of one or several sources, prompts over the length limit dropped.
+    """Rows of one or several sources, without prompts over the length limit.
 
-    A row has a `prompt` (chat messages), may have an `env_class`, and what else it has goes to the environment. Its uid
-    is its index here, as text: the same in every run with the same sources, tokenizer and limit. Rows and the lengths
-    of their prompts are in files of a cache, from where a row is read when it is asked for.
+    A row has a `prompt` (chat messages) and optionally an `env_class`; all other columns are passed to the environment.
+    Its uid is its index here, as text: the same in every run with the same sources, tokenizer and limit. Rows and
+    prompt lengths are stored in cache files and read on access.
 
     Args:
         datasets: `.parquet`, `.json` or `.jsonl` files, or datasets of the hub: `name` (split `train`) or `name:split`.
-        tokenizer: decides, with the chat template and its generation prompt, how long a prompt is.
-        max_prompt_length: the most tokens of a prompt.
-        num_workers: threads that tokenize.
-        chat_template: the one that the run generates with (`configured_chat_template`); None: the tokenizer's own.
+        tokenizer: determines, with the chat template and its generation prompt, the length of a prompt.
+        max_prompt_length: maximum number of tokens of a prompt.
+        num_workers: tokenizer threads.
+        chat_template: the run's template (`get_configured_chat_template`); None: the tokenizer's.
         cache_dir: `data.cache_dir`.
 
     Raises:
-        DataError: a source that cannot be read, a missing column, a prompt that is not a list of messages or that the
-            template cannot render, no row left, no space for the cache.
+        DataError: an unreadable source, a missing column, a prompt that is not a list of messages or cannot be rendered
+            by the template, no remaining row, no disk space for the cache.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class PromptDataset:
         ]
 
     def summary(self, name: str, compute: Callable[[], JsonObject]) -> JsonObject:
-        """Return JSON values that follow from this dataset, of the cache if they are there."""
+        """Return JSON values derived from this dataset, cached if available."""
         is_known = type(self) is PromptDataset and None not in self._fingerprints
         key = f"{self._fingerprints} {self.max_prompt_length} {self.env_class_key}"
         return self._cache.summary(key if is_known else None, name, compute)
 
     def distinct_values(self, key: str) -> list[Any]:
-        """Return the values of a column, each once, None where a row lacks it."""
+        """Return the distinct values of a column, None for rows without it."""
 
         def compute() -> JsonObject:
             return {"values": list({str(value): value for value in (row.get(key) for row in self.rows)}.values())}
@@ -151,7 +151,7 @@ class PromptDataset:
 
 
 class PromptRows(Sequence[Row]):
-    """Rows of files, each read when it is asked for: a change to one is lost."""
+    """Rows of files, read on access: changes to a row are lost."""
 
     def __init__(self, rows: ArrowRows, kept: np.ndarray, prompt_key: str) -> None:
         self._rows, self._kept, self._prompt_key = rows, kept, prompt_key
@@ -166,7 +166,7 @@ class PromptRows(Sequence[Row]):
 
 
 def checked_messages(prompt: Any, where: str) -> ConversationType:
-    """`prompt` as chat messages. Raises DataError, which says `where`, if it is something else."""
+    """Return `prompt` as chat messages. Raises DataError with `where` if it is invalid."""
     if isinstance(prompt, str):
         raise DataError(
             f"{where} is plain text ({prompt[:60]!r}); it must be a list of chat messages: "
@@ -183,7 +183,7 @@ def _has_content(message: MessageType) -> bool:
 
 
 def _without_empty_fields(message: MessageType) -> MessageType:
-    """Remove null fields, as chat templates ask whether a field is there. The content of calls may be null or left out;
-    templates expect it."""
+    """Remove null fields, as chat templates check for existence. A call's content may be null or missing; templates
+    expect the key."""
     present = {key: value for key, value in message.items() if value is not None}
     return present if "content" in present else {**present, "content": None}

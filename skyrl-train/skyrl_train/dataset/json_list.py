@@ -1,23 +1,23 @@
-"""Items of a JSON list, read one by one: a file of one list may be larger than memory. Knows no rows."""
+"""Streaming reader of a JSON list: a file of one list may be larger than memory. Knows no rows."""
 
 import json
 from collections.abc import Iterator
 from typing import TextIO
 
 _BLOCK = 1 << 20
-"""Characters that are read at once."""
+"""Characters read at once."""
 
 _LONGEST_WORD = 16
-"""Characters of the longest word of JSON (`-Infinity`) and of an escape: a text may be cut within them."""
+"""Characters of the longest JSON word (`-Infinity`) and of an escape: a chunk may end within them."""
 
 _SPACE = " \t\r\n"
 
 
 def items_of_list(file: TextIO) -> Iterator[object]:
-    """Yield the items of a file that holds one JSON list. At most one item and a block are held.
+    """Yield the items of a file that holds one JSON list. At most one item and a chunk are in memory.
 
     Raises:
-        ValueError: the file is no JSON list; with the number of the item.
+        ValueError: the file is not a JSON list; with the number of the item.
     """
     reader = _ListReader(file)
     reader.take("[")
@@ -37,7 +37,7 @@ class _ListReader:
         self._text, self._place, self._num_items, self._is_complete = "", 0, 0, False
 
     def next_character(self) -> str:
-        """Return the next character that is no space, without taking it; empty at the end of the file."""
+        """Return the next non-space character without consuming it; empty at the end of the file."""
         while True:
             while self._place < len(self._text) and self._text[self._place] in _SPACE:
                 self._place += 1
@@ -46,7 +46,7 @@ class _ListReader:
             self._read(_BLOCK)
 
     def take(self, expected: str) -> str:
-        """Take the next character, which must be one of these."""
+        """Consume the next character, which must be one of these."""
         found = self.next_character()
         if not found or found not in expected:
             what = repr(found) if found else "the end of the file"
@@ -55,7 +55,7 @@ class _ListReader:
         return found
 
     def item(self) -> object:
-        """Take the next item."""
+        """Read the next item."""
         self.next_character()
         size = _BLOCK
         while True:
@@ -66,13 +66,13 @@ class _ListReader:
                 if self._is_complete or not is_cut:
                     raise ValueError(f"item {self._num_items} of a list is not JSON: {error.msg}") from error
             else:
-                # A number at the end of what was read may go on behind it: 1 of 1e-3.
+                # A number at the end of the chunk may continue: 1 of 1e-3.
                 is_cut = isinstance(value, int | float) and not self._text[end : end + 3].strip("+-.eE")
                 if not is_cut or self._is_complete:
                     self._place, self._num_items = end, self._num_items + 1
                     return value
             self._read(size)
-            size *= 2  # a long item is parsed again after each: all of them take twice the time of one, not more
+            size *= 2  # a long item is parsed again after each chunk: all attempts take twice the time of one, not more
 
     def _read(self, size: int) -> None:
         read = self._file.read(size)

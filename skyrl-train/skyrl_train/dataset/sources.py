@@ -1,4 +1,4 @@
-"""Rows of files and of datasets of the hub, read in chunks. Knows no tokenizer."""
+"""Rows of files and of hub datasets, read in chunks. Knows no tokenizer."""
 
 import hashlib
 import json
@@ -17,12 +17,12 @@ Row = dict[str, Any]
 
 FILE_SUFFIXES = (".parquet", ".json", ".jsonl")
 OWN_COLUMN = "skyrl:"
-"""Beginning of the names of columns that are ours, in a stored batch."""
+"""Prefix of internal column names in a stored batch."""
 LENGTH = f"{OWN_COLUMN}length"
-"""Column of the numbers of tokens of prompts."""
+"""Column of prompt lengths in tokens."""
 
 _JSON = f"{OWN_COLUMN}json"
-"""Column of rows as JSON texts: rows of a JSON file may differ in keys and types, which no Arrow type holds."""
+"""Column of rows as JSON texts: rows of a JSON file may differ in keys and types, which no Arrow type supports."""
 OWN_COLUMNS = (LENGTH, _JSON)
 _CHUNK_ROWS = 512
 _CHUNK_BYTES = 2_000_000
@@ -30,12 +30,12 @@ _BLOCK_BYTES = 1 << 20
 
 
 class Chunk(NamedTuple):
-    """Neighbouring rows of a source."""
+    """Consecutive rows of a source."""
 
     first_row: int
     rows: list[Row]
     stored: pa.RecordBatch
-    """The same rows for an Arrow file, of which `rows_of` makes them again."""
+    """The same rows for an Arrow file, from which `parse_rows` restores them."""
 
 
 class Source(Protocol):
@@ -46,7 +46,7 @@ class Source(Protocol):
     """
 
     def digest(self) -> tuple[str, int | None]:
-        """Return a hash of the content, and about how many rows it has (None: not known before they are read)."""
+        """Return a hash of the content, and the approximate number of rows (None: unknown before they are read)."""
         ...
 
     def chunks(self) -> Iterator[Chunk]:
@@ -60,7 +60,7 @@ def open_source(name: str) -> Source:
 
 
 def rows_of(batch: pa.RecordBatch) -> list[Row]:
-    """Return the rows of a stored batch, without columns of ours."""
+    """Return the rows of a stored batch, without internal columns."""
     if _JSON in batch.schema.names:
         return [json.loads(text) for text in batch.column(_JSON).to_pylist()]
     return _without_null_fields(batch.select([name for name in batch.schema.names if name not in OWN_COLUMNS]))
@@ -95,7 +95,7 @@ class FileSource:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{self._name}: cannot be read: {error}") from error
-        if self._stat() != self._state:  # the digest may be that of other rows
+        if self._stat() != self._state:  # the digest may belong to other rows
             raise DataError(f"{self._name}: the file was changed while it was read; start again when it is complete")
 
     def _stat(self) -> tuple[int, int, int]:
@@ -164,8 +164,8 @@ def _read_parquet(name: str, path: Path) -> Iterator[tuple[list[Row], pa.RecordB
 
 
 def _pieces(name: str, batch: pa.RecordBatch) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
-    """Divide a batch of large rows. An Arrow file has one dictionary a column: there is none here, batches have
-    others."""
+    """Split a batch of large rows. An Arrow file has one dictionary per column: dictionaries are decoded, because
+    batches have different ones."""
     if reserved := sorted({*batch.schema.names} & {*OWN_COLUMNS}):
         raise DataError(f"{name}: the column name {reserved[0]!r} is reserved for tokenized rows; rename the column")
     types = [(field.name, t.value_type if pa.types.is_dictionary(t := field.type) else t) for field in batch.schema]
@@ -181,7 +181,7 @@ def _without_null_fields(batch: pa.RecordBatch) -> list[Row]:
 
 
 def _read_json(name: str, path: Path) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
-    """Read a JSON list, or one JSON object a line, unchanged: no column is converted to one type."""
+    """Read a JSON list, or one JSON object per line, unchanged: columns are not converted to one type."""
     with open(path, encoding="utf-8") as file:
         while (first := file.read(1)).isspace():
             pass
@@ -194,7 +194,7 @@ def _read_json(name: str, path: Path) -> Iterator[tuple[list[Row], pa.RecordBatc
 
 
 def _json_pieces(rows: Iterable[tuple[object, str]]) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
-    """Yield rows with their JSON texts in pieces."""
+    """Yield rows with their JSON texts in chunks."""
     piece: list[Row] = []
     texts: list[str] = []
     size = 0

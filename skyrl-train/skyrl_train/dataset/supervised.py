@@ -1,4 +1,4 @@
-"""Demonstrations and preference pairs as token ids, with a mask of what is learnt. Knows no batches and no workers."""
+"""Demonstrations and preference pairs as token ids, with a mask of trained tokens. Knows no batches and no workers."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -27,43 +27,43 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NEVER = np.iinfo(np.int32).max
-"""Position of the first token that is learnt, where there is none."""
+"""Position of the first trained token if there is none."""
 
 _MARKS = ("skyrl-mark", "mark-skyrl")
-"""Answers without a common beginning."""
+"""Responses without a common prefix."""
 
 COLUMNS = {"chat": ("messages",), "preference": ("chosen", "rejected"), "alpaca": ("instruction", "output")}
 
 
 @dataclass(frozen=True)
 class Example:
-    """A text as a model reads it: `ids`, and `mask`, 1 on the tokens that are learnt."""
+    """A tokenized text: `ids`, and `mask`, 1 on trained tokens."""
 
     ids: list[int]
     mask: list[int]
 
     @property
     def first_learnt(self) -> int:
-        """Position of the first token that is learnt behind another token, `NEVER` without one."""
+        """Position of the first trained token that has a predecessor, or `NEVER`."""
         return self.mask.index(1, 1) if 1 in self.mask[1:] else NEVER
 
 
 Item = tuple[Example, ...]
-"""One example, or two: what was preferred and what was not."""
+"""One example, or two: chosen and rejected."""
 
 
 class SupervisedDataset(Sequence[Item]):
-    """Rows of one or several sources as examples, those without anything to learn dropped (and counted in the log).
+    """Rows of one or several sources as examples. Rows without trained tokens are dropped (and counted in the log).
 
-    Examples of any length are in files of a cache, from where one is read when it is asked for.
+    Examples of any length are stored in cache files and read on access.
 
     Args:
         sources: as `data.train_data`.
         with_pairs: whether the rows are preference pairs.
 
     Raises:
-        DataError: a source that cannot be read, columns that fit no format, messages that cannot be rendered, nothing
-            left, no space for the cache.
+        DataError: an unreadable source, columns that match no format, messages that cannot be rendered, no remaining
+            row, no disk space for the cache.
     """
 
     def __init__(
@@ -105,20 +105,20 @@ class SupervisedDataset(Sequence[Item]):
         return items
 
     def summary(self, name: str, compute: Callable[[], JsonObject]) -> JsonObject:
-        """Return JSON values that follow from this dataset, of the cache if they are there."""
+        """Return JSON values derived from this dataset, cached if available."""
         is_known = type(self) is SupervisedDataset and None not in self._fingerprints
         key = f"{self._fingerprints} {self._config.max_length} {self._config.too_long}"
         return self._cache.summary(key if is_known else None, name, compute)
 
     def _select(self) -> tuple[np.ndarray, dict[str, int]]:
-        """Return the place of the first example of each item that is kept, and how many items are not, by reason."""
+        """Return the index of the first example of each kept item, and the number of dropped items by reason."""
         size, limit = 1 + self._with_pairs, self._config.max_length
         lengths, first_learnt = (self._rows.column(name).reshape(-1, size) for name in ("length", "first_learnt"))
-        # Truncated ones learn up to the limit; those that are dropped for their length count as that alone.
+        # Truncated ones train up to the limit; overlong dropped ones count for that reason only.
         is_long = (lengths > limit).any(axis=1) & (self._config.too_long == "drop")
         is_empty = ~is_long & (first_learnt >= limit).any(axis=1)
         reasons = {f"over data.max_length={limit} tokens": is_long, "no token to learn": is_empty}
-        if self._with_pairs:  # their loss is log 2 for ever, without a gradient
+        if self._with_pairs:  # their loss is always log 2, without a gradient
             is_same = self._rows.column("difference")[::size] >= limit
             reasons["no difference between chosen and rejected"] = ~is_long & ~is_empty & is_same
         places = np.flatnonzero(~np.any([*reasons.values()], axis=0)) * size
@@ -127,7 +127,7 @@ class SupervisedDataset(Sequence[Item]):
     def _tokenized(self, name: str) -> ArrowRows:
         source = open_source(name)
         content, num_rows = source.digest()
-        read = ("format", "train_on")  # limits of length apply to what is in the cache
+        read = ("format", "train_on")  # length limits are applied to cached rows
         settings = {"pairs": self._with_pairs, **{name: getattr(self._config, name) for name in read}}
         chat = ChatTemplate(self._encoder.tokenizer)
         settings["ends"] = sorted(chat.turn_ends.ids)  # of files besides the tokenizer's, too
@@ -144,7 +144,7 @@ class SupervisedDataset(Sequence[Item]):
         return self._cache.rows(name, fingerprint, build)
 
     def _encode(self, source: str, chunk: Chunk) -> tuple[int, pa.RecordBatch]:
-        """Return the number of rows, and their examples; those of a pair are neighbours."""
+        """Return the number of rows, and their examples; examples of a pair are adjacent."""
         examples: list[Example] = []
         differences: list[int] = []
         for number, row in enumerate(chunk.rows, chunk.first_row):
@@ -198,7 +198,7 @@ class Encoder:
     """Encoder of conversations into training examples, with the tokenizer's chat template.
 
     Raises:
-        ConfigError: a tokenizer that does not tell where its tokens stand in the text.
+        ConfigError: a tokenizer without character offsets of its tokens.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: SupervisedDataConfig) -> None:
@@ -212,7 +212,7 @@ class Encoder:
 
     @cached_property
     def _leaves_ends_out(self) -> bool:
-        """The template writes nothing after the last answer."""
+        """Whether the template writes nothing after the last response."""
         return not self._chat.turn_ends.closing
 
     @cached_property
@@ -220,7 +220,7 @@ class Encoder:
         return ChatFormat(self.tokenizer)
 
     def question_and_answer(self, question: str, answer: str) -> list[Example]:
-        """A question and its answer: as a conversation, or one after the other for a model without chat template."""
+        """Encode a prompt and a response: as a conversation, or concatenated for a model without chat template."""
         if self.tokenizer.chat_template:
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             return self.conversation(messages, None)
@@ -231,9 +231,9 @@ class Encoder:
     def conversation(
         self, messages: ConversationType, tools: list[JsonObject] | None, *, last_only: bool = False
     ) -> list[Example]:
-        """Encode a conversation: one example, or where the template renders earlier turns differently later (without
-        their thoughts, say) one for each stretch of turns that it only appends. Each answer is learnt after the text
-        that the model will see before it.
+        """Encode a conversation: one example or, if the template later renders earlier turns differently (such as
+        without reasoning), one for each run of turns that it only appends. Each response is trained after the text that
+        the model will see before it.
         """
         chat = ChatTemplate(self.tokenizer, None, {"tools": tools}) if tools else self._chat
         if self._train_on == "all":
@@ -256,8 +256,8 @@ class Encoder:
         return [self._example(text, spans[::-1]) for text, spans in reversed(stretches)]
 
     def _answer(self, chat: ChatTemplate, messages: ConversationType, i: int) -> tuple[str, int]:
-        """Return the text up to the end of answer i, as a model reads and writes it, and the position where it begins
-        to write."""
+        """Return the text up to the end of response i, as the model sees it at inference, and the start position of its
+        part."""
         header = self._chat.generation_prompt
         before = chat.text(messages[:i], add_generation_prompt=True) if i else ""
         up_to = chat.text(messages[: i + 1])
@@ -267,16 +267,16 @@ class Encoder:
         else:
             start = self._answer_start(chat, messages, i, up_to, header)
             if header and before.endswith(header) and up_to[:start].endswith(header):
-                # The template renders earlier turns differently after this answer: the model sees them as before it.
+                # The template renders earlier turns differently after this response: the model sees them as before it.
                 up_to, start = before + up_to[start:], len(before)
         end = self._chat.turn_ends.find_last(up_to, start)
         return up_to[:end] if end is not None else up_to + missing, start
 
     def _answer_start(self, chat: ChatTemplate, messages: ConversationType, i: int, up_to: str, header: str) -> int:
-        """Return the position in `up_to` after the header of answer i.
+        """Return the position in `up_to` after the header of response i.
 
-        Two marks in place of the answer show where it begins: their texts agree up to there. The template may begin an
-        answer with an empty thought after the header; then the header is the last one after the message before.
+        Two markers are rendered instead of the response: their texts agree up to its start. The template may start a
+        response with an empty thought after the header; then the last header after the previous message is used.
         """
         shared = _common_prefix(
             *(chat.text([*messages[:i], {"role": "assistant", "content": mark}]) for mark in _MARKS)
@@ -285,14 +285,14 @@ class Encoder:
         place = shared.rfind(header) if header else -1
         start = place + len(header)
         is_of_answer = not i or (bool(said) and said in shared[:start] and said not in shared[start:])
-        if place < 0 or not is_of_answer:  # (a space before the answer is part of its first token)
+        if place < 0 or not is_of_answer:  # (a space before the response is part of its first token)
             start = len(shared.rstrip(" "))
         return len(_common_prefix(shared[:start], up_to))
 
     def _missing_end(self, chat: ChatTemplate, messages: ConversationType, i: int, up_to: str) -> str:
-        """Return the end of a turn that the template leaves to the next header: without one, a model would never learn
-        to end an answer. The header's token where the model's files declare it as an end (GLM), or the end of a
-        sequence."""
+        """Return the end of a turn if the template leaves it to the next header: without one, a model would never learn
+        to end a response. The header's token if the model's files declare it as an end token (GLM), or the
+        end-of-sequence token."""
         role = "tool" if messages[i].get("tool_calls") else "user"
         following = messages[i + 1] if i + 1 < len(messages) else {"role": role, "content": "."}
         try:
@@ -303,13 +303,13 @@ class Encoder:
         return header or str(self.tokenizer.eos_token)
 
     def _example(self, text: str, spans: Sequence[tuple[int, int]]) -> Example:
-        """The ids of a text; the mask is 1 on tokens that lie in a span of characters."""
+        """Build an example from a text; the mask is 1 on tokens within a span of characters."""
         encoded = self.tokenizer(
             text, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True
         )
         starts, ends = np.fromiter(chain.from_iterable(encoded["offset_mapping"]), np.int64).reshape(-1, 2).T
-        own = np.array([*spans, (len(text) + 1, 0)])  # the last is of tokens behind all spans, and has none
-        # The first span that ends behind the token's start; spans are left behind for good.
+        own = np.array([*spans, (len(text) + 1, 0)])  # the last entry is for tokens after all spans, and has none
+        # The first span that ends after the token's start; earlier spans are not needed again.
         of_token = np.maximum.accumulate(np.searchsorted(own[:-1, 1], starts, side="right"))
         mask = (own[of_token, 0] <= starts) & (ends <= own[of_token, 1])
         return Example(encoded["input_ids"], mask.astype(int).tolist())  # type: ignore[arg-type]
@@ -334,7 +334,7 @@ def _common_prefix(a: str, b: str) -> str:
 
 
 def _first_difference(chosen: Example, rejected: Example) -> int:
-    """Return the first position at which the ids differ, `NEVER` without one."""
+    """Return the first position at which the ids differ, or `NEVER`."""
     if chosen.ids == rejected.ids:
         return NEVER
     pairs = zip(chosen.ids, rejected.ids, strict=False)
@@ -342,7 +342,9 @@ def _first_difference(chosen: Example, rejected: Example) -> int:
 
 
 def _after_prompt(prompt: ConversationType, value: object, where: str) -> ConversationType:
-    """Return a conversation that begins with `prompt`. Datasets also give whole conversations beside their prompt."""
+    """Return a conversation that starts with `prompt`. Some datasets give whole conversations in addition to their
+    prompt.
+    """
     messages = _as_messages(value, "assistant", where)
     has_system, size = messages[0]["role"] == "system", len(prompt)
     if _same(messages[:size], prompt) or (has_system and _same(messages[1 : 1 + size], prompt)):
@@ -359,7 +361,7 @@ def _after_prompt(prompt: ConversationType, value: object, where: str) -> Conver
 
 
 def _same(messages: ConversationType, others: ConversationType) -> bool:
-    """Compare messages, except for white space around their texts."""
+    """Compare messages, ignoring white space around their texts."""
 
     def stripped(message: MessageType) -> MessageType:
         content = message.get("content")
@@ -369,5 +371,5 @@ def _same(messages: ConversationType, others: ConversationType) -> bool:
 
 
 def _as_messages(value: object, role: str, where: str) -> ConversationType:
-    """A text as one message of `role`; messages as they are."""
+    """Convert a text to one message of `role`; messages are unchanged."""
     return [{"role": role, "content": value}] if isinstance(value, str) else checked_messages(value, where)

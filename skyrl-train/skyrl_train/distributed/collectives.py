@@ -1,7 +1,7 @@
-"""Records of collectives: which one this rank is in, and how many it has begun. Knows no model.
+"""Records of collectives: the current one of this rank, and the number started.
 
-Libraries call the functions of `torch.distributed` by name, so those are replaced by ones that write down the call. On
-CUDA a collective only enqueues: its number still shows the rank that is behind.
+Libraries call the functions of `torch.distributed` by name, so those are replaced by recording wrappers. On CUDA a
+collective is only enqueued: its number still reveals which rank is behind.
 """
 
 import functools
@@ -37,31 +37,31 @@ _COLLECTIVES = (
 )
 _FSDP_FILE = "_fsdp_param_group.py"
 _MOST_FRAMES = 8
-"""Callers that are looked at for the layer that FSDP2 gathers: four in torch 2.13."""
+"""Callers searched for the layer that FSDP2 gathers: four in torch 2.13."""
 
 _numbers = itertools.count(1)
 
 
 def record_collectives() -> None:
-    """Record every collective of this process from here on."""
+    """Record all later collectives of this process."""
     for name in _COLLECTIVES:
         function = getattr(dist, name, None)
         if function is not None and not hasattr(function, "__wrapped_collective__"):
-            setattr(dist, name, _recorded(name, function))
+            setattr(dist, name, _wrap_collective(name, function))
 
 
-def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_collective(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def collective(*args: Any, **kwargs: Any) -> Any:
-        with waiting(f"{name} #{next(_numbers)}{_layer()}", on=PEERS):
+    def run_collective(*args: Any, **kwargs: Any) -> Any:
+        with waiting(f"{name} #{next(_numbers)}{_describe_layer()}", on=PEERS):
             return function(*args, **kwargs)
 
-    collective.__dict__["__wrapped_collective__"] = function
-    return collective
+    run_collective.__dict__["__wrapped_collective__"] = function
+    return run_collective
 
 
-def _layer() -> str:
-    """Return the layer for which FSDP2 calls, in words; empty for other callers."""
+def _describe_layer() -> str:
+    """Return a description of the layer for which FSDP2 calls; empty for other callers."""
     frame = sys._getframe(2)
     for _ in range(_MOST_FRAMES):
         if frame.f_code.co_filename.endswith(_FSDP_FILE):

@@ -1,4 +1,4 @@
-"""Joining the ranks of one actor group, on any device. Knows no model."""
+"""Joining the ranks of one actor group, on any device."""
 
 import socket
 from contextlib import closing
@@ -12,14 +12,14 @@ from skyrl_gym.waits import PEERS, waiting
 from skyrl_train.distributed.collectives import record_collectives
 
 
-def backend_of(device: torch.device) -> str:
-    """The process-group backend of a device: nccl on CUDA (and gloo for what is offloaded to the CPU), gloo
+def get_process_group_backend(device: torch.device) -> str:
+    """Return the process-group backend of a device: nccl on CUDA (and gloo for state offloaded to the CPU), gloo
     elsewhere."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
+def find_free_port() -> int:
+    """Return a currently unused TCP port."""
     with closing(socket.socket()) as listener:
         listener.bind(("", 0))
         return listener.getsockname()[1]
@@ -30,26 +30,26 @@ def init_process_group(
 ) -> None:
     """Join the default process group; every later collective ends within `timeout_seconds` or raises.
 
-    A process has one default group. Models of one rank each may live in one process and then share the group that is
-    this process alone.
+    A process has one default group. Models of one rank each may live in one process and then share a group that
+    consists of this process.
 
     Raises:
         RuntimeError: this process is in a group already, and one of them has several ranks.
     """
     if dist.is_initialized():
-        # Two models of several ranks in one process would take each other's collectives for their own and hang.
+        # Two models with several ranks in one process would confuse each other's collectives and hang.
         if world_size != 1 or dist.get_world_size() != 1:
             raise RuntimeError(
                 f"rank {rank} of {world_size} cannot join a group: its process is in one of {dist.get_world_size()}"
             )
         return
-    # Not `env://`: a child process that inherits RANK and MASTER_PORT (a tool, an experiment tracker) would take itself
-    # for a rank of this group when it imports a library that joins a group by its environment.
+    # Not `env://`: a child process that inherits RANK and MASTER_PORT (a tool, an experiment tracker) would act as a
+    # rank of this group if it imports a library that joins a group by its environment.
     host = f"[{master_address}]" if ":" in master_address else master_address
     record_collectives()
     with waiting("the process group to meet", on=PEERS, deadline=timeout_seconds):
         dist.init_process_group(
-            backend_of(device),
+            get_process_group_backend(device),
             init_method=f"tcp://{host}:{master_port}",
             rank=rank,
             world_size=world_size,
@@ -57,18 +57,18 @@ def init_process_group(
         )
 
 
-def make_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
-    """The mesh that parameters are sharded over: all ranks, or (`fsdp_size` < world) replicas of shard groups.
+def build_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
+    """Build the mesh that parameters are sharded over: all ranks, or (`fsdp_size` < world) replicas of shard groups.
 
     Raises:
         ValueError: `fsdp_size` does not divide the number of ranks.
     """
     world_size = dist.get_world_size()
     if fsdp_size in (-1, world_size):
-        # Making a mesh makes process groups, which is a collective: every rank calls this, with the same size.
+        # Building a mesh creates process groups, which is a collective: every rank calls this, with the same size.
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
     if fsdp_size < 1 or world_size % fsdp_size:
         raise ValueError(f"fsdp_size must divide the number of ranks, {world_size}; got {fsdp_size}")
-    # The inner dimension is sharded: neighbouring ranks, which share a node, exchange parameters; replicas only
+    # The inner dimension is sharded: neighbouring ranks, on the same node, exchange parameters; replicas only
     # gradients.
     return init_device_mesh(device.type, (world_size // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))

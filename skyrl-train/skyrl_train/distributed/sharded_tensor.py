@@ -1,4 +1,4 @@
-"""Tensors that are divided over ranks (torch's DTensor, parameters of DeepSpeed's stage 3)."""
+"""Tensors sharded over ranks (torch's DTensor, parameters of DeepSpeed's stage 3)."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeVar
@@ -17,40 +17,40 @@ GATHERED_BYTES = 2**25
 
 
 def gather_full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the whole of a sharded tensor, and any other tensor as it is; without a gradient. A collective: every rank
+    """Return a sharded tensor gathered, and any other tensor unchanged; without a gradient. A collective: every rank
     must call it.
 
     Args:
-        dtype: what it is cast to, each rank's part before it travels where that can be done. None: as it is.
+        dtype: dtype to cast to, before sending if possible. None: unchanged.
     """
     if is_zero_parameter(tensor):
         return gather_zero_parameter(tensor).to(dtype or tensor.dtype)
     tensor = tensor.detach().to(dtype or tensor.dtype)
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.full_tensor() if _divided_dimensions(tensor) else tensor.to_local()
+    return tensor.full_tensor() if _get_sharded_dimensions(tensor) else tensor.to_local()
 
 
-def _divided_dimensions(tensor: DTensor) -> list[int]:
-    """Return the dimensions of the mesh over whose ranks a tensor is divided, or still to be summed."""
+def _get_sharded_dimensions(tensor: DTensor) -> list[int]:
+    """Return the mesh dimensions over which a tensor is sharded, or partial."""
     mesh = tensor.device_mesh
     return [d for d, placement in enumerate(tensor.placements) if not placement.is_replicate() and mesh.size(d) > 1]
 
 
 def gather_full_tensors(tensors: Iterable[tuple[T, torch.Tensor, torch.dtype]]) -> Iterator[tuple[T, torch.Tensor]]:
-    """Yield the whole of each tensor, as `gather_full_tensor`, in order: small ones that are divided alike travel
+    """Yield each tensor gathered, as `gather_full_tensor`, in order. Small ones with the same sharding are sent
     together, up to `GATHERED_BYTES`. A collective of every rank, which must pass the same tensors.
 
     Args:
-        tensors: of each, what names it, and the dtype that it is cast to.
+        tensors: (key, tensor, dtype to cast to) of each.
     """
     batch: list[tuple[T, _EvenShard]] = []
     num_bytes = 0
     for name, tensor, dtype in tensors:
-        shard = _even_shard(tensor, dtype)
+        shard = _get_even_shard(tensor, dtype)
         size = tensor.numel() * dtype.itemsize
         fits = shard is not None and num_bytes + size <= GATHERED_BYTES
-        if batch and not (fits and shard is not None and shard.goes_with(batch[0][1])):
+        if batch and not (fits and shard is not None and shard.is_compatible_with(batch[0][1])):
             yield from _gather_together(batch)
             batch, num_bytes = [], 0
         if shard is None or size > GATHERED_BYTES:
@@ -63,21 +63,21 @@ def gather_full_tensors(tensors: Iterable[tuple[T, torch.Tensor, torch.dtype]]) 
 
 
 class _EvenShard(NamedTuple):
-    """This rank's part of a tensor whose rows are divided evenly over the ranks of a group."""
+    """This rank's shard of a tensor whose rows are split evenly over the ranks of a group."""
 
     part: torch.Tensor
     shape: torch.Size
     group: dist.ProcessGroup
 
-    def goes_with(self, other: "_EvenShard") -> bool:
+    def is_compatible_with(self, other: "_EvenShard") -> bool:
         return self.group is other.group and self.part.dtype == other.part.dtype
 
 
-def _even_shard(tensor: torch.Tensor, dtype: torch.dtype) -> _EvenShard | None:
-    """Return this rank's part; None for a tensor that is divided in another way, or not at all."""
+def _get_even_shard(tensor: torch.Tensor, dtype: torch.dtype) -> _EvenShard | None:
+    """Return this rank's shard; None for a tensor that is sharded in another way, or not at all."""
     if not isinstance(tensor, DTensor):
         return None
-    mesh, divided = tensor.device_mesh, _divided_dimensions(tensor)
+    mesh, divided = tensor.device_mesh, _get_sharded_dimensions(tensor)
     if len(divided) != 1 or tensor.placements[divided[0]] != Shard(0) or tensor.shape[0] % mesh.size(divided[0]):
         return None
     return _EvenShard(tensor.to_local().detach().to(dtype), tensor.shape, mesh.get_group(divided[0]))
@@ -95,7 +95,7 @@ def _gather_together(batch: list[tuple[T, _EvenShard]]) -> Iterator[tuple[T, tor
 
 
 def copy_into(tensor: torch.Tensor, whole: torch.Tensor) -> None:
-    """Write a whole tensor into one that may be sharded: each rank takes its part, without communication."""
+    """Copy a whole tensor into one that may be sharded: each rank copies its shard, without communication."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(whole)
         return
@@ -104,8 +104,8 @@ def copy_into(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     tensor.to_local().copy_(whole[part])
 
 
-def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the rows (first and behind the last, of the first dimension) that this rank holds of a tensor."""
+def get_row_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the row range (start and end of the first dimension) that this rank holds of a tensor."""
     if not isinstance(tensor, DTensor):
         return 0, tensor.shape[0] if tensor.dim() else 1
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -1,5 +1,4 @@
-"""`generator.task` and `generator.harness`: agents as the generator. skyrl-agent is imported only where a run asks for
-it."""
+"""Agents as generators: `generator.task` and `generator.harness`. skyrl-agent is imported only if a run uses it."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,16 +19,16 @@ def agent_generator(
     """Build the generator of agent trajectories.
 
     Args:
-        client: None to check the settings alone.
+        client: None to only check the settings.
 
     Raises:
-        ConfigError: skyrl-agent is not installed, or the task file or the harness is wrong.
+        ConfigError: skyrl-agent is not installed, or the task file or the harness is invalid.
     """
     return _generator_class(cfg)(cfg, client, tokenizer)
 
 
 def check_agent(cfg: GeneratorConfig, tokenizer: Any, data: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Check the agent, and the rows of the data (setting -> rows) as it reads them. Raises ConfigError."""
+    """Check the agent, and that it can read the rows of the data (setting -> rows). Raises ConfigError."""
     generator = _generator_class(cfg)(cfg, None, tokenizer)
     for setting, rows in data.items():
         generator.check_rows(rows, setting)

@@ -1,4 +1,4 @@
-"""Settings to the OpenAI-compatible endpoint over engines."""
+"""Construction of the OpenAI-compatible endpoint from settings."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,7 +20,7 @@ def endpoint_of(
     tokenizer: PreTrainedTokenizerBase,
     recorder: RequestRecorder | None = None,
 ) -> EndpointServer:
-    """The endpoint that `generator.*` describes, not started yet."""
+    """Build the endpoint configured by `generator.*`, not started yet."""
     return EndpointServer(
         client,
         tokenizer,
@@ -34,7 +34,7 @@ def endpoint_of(
 
 @asynccontextmanager
 async def listening(server: EndpointServer) -> AsyncIterator[EndpointServer]:
-    """The server answers inside of the block, in the event loop around it."""
+    """Run the server during the block, in the current event loop."""
     await server.start()
     logger.info(f"the engines are at {server.url}")
     try:

@@ -1,4 +1,4 @@
-"""Settings to rollout engines: in which process, on which GPUs. Which class, `EngineRegistry` says."""
+"""Construction of rollout engines from settings: their processes and GPUs. `EngineRegistry` has the classes."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,11 +29,12 @@ def start_engines(
     *,
     weights_follow: bool = False,
 ) -> InferenceEngineClient:
-    """A client over the engines of `generator.*`: started here, or servers started elsewhere.
+    """Build a client over the engines of `generator.*`: started here, or external servers.
 
     Args:
         colocate_pg: the GPUs that engines share with workers.
-        weights_follow: engines start with random weights, since a first sync brings all of them (and is so proven to).
+        weights_follow: engines start with random weights, since a first sync sends all of them (and thereby is
+            verified).
     """
     if not cfg.generator.run_engines_locally:
         return InferenceEngineClient(remote_engines(cfg, tokenizer), tokenizer, cfg)
@@ -49,42 +50,42 @@ def start_engines(
 def create_ray_wrapped_inference_engines_from_config(
     cfg: SkyRLConfig, colocate_pg: "PlacementGroup | None", tokenizer: PreTrainedTokenizerBase
 ) -> list[EngineHandle]:
-    """`generator.num_inference_engines` engines with the model's own weights, and nobody who starts them again."""
+    """Start `generator.num_inference_engines` engines with the model's weights, without restarts after failures."""
     starter = EngineStarter(cfg, colocate_pg, weights_follow=False)
     return [starter.start(index) for index in range(cfg.generator.num_inference_engines)]
 
 
 def check_engines(cfg: SkyRLConfig) -> None:
-    """Check what can be known of the engines before anything starts: keywords, whether they can run the model.
+    """Check everything about the engines that can be known before start: keywords, and support of the model.
 
     Raises:
-        ConfigError: an unknown keyword, or a model that cannot be divided so.
+        ConfigError: an unknown keyword, or a model that cannot be sharded as configured.
     """
     generator = cfg.generator
     if not generator.run_engines_locally:
         return
-    EngineRegistry.requirements(generator.backend).check_model(generator)
+    EngineRegistry.get_requirements(generator.backend).check_model(generator)
 
 
 class EngineStarter:
-    """Starter of the configured engines, and of replacements for those that died."""
+    """Starter of the configured engines, and of replacements for crashed ones."""
 
     def __init__(self, cfg: SkyRLConfig, colocate_pg: "PlacementGroup | None", *, weights_follow: bool):
         self._launcher = make_launcher(cfg, colocate_pg)
-        self._factory = engine_factory(cfg, cfg.trainer.placement.resolved_device(), weights_follow=weights_follow)
+        self._factory = engine_factory(cfg, cfg.trainer.placement.resolve_device(), weights_follow=weights_follow)
 
     def start(self, index: int) -> EngineHandle:
-        """Engine `index`. Returns at once; calls wait until it is there."""
+        """Start engine `index`. Returns at once; calls wait until it is ready."""
         return self._launcher.start_engine(index, self._factory)
 
 
 def engine_factory(cfg: SkyRLConfig, device: str, *, weights_follow: bool = False) -> partial[InferenceEngineInterface]:
-    """Return what builds one engine, in whichever process it is called."""
+    """Return a function that builds an engine in any process."""
     generator = cfg.generator
     adapters_alone = generator.weight_sync_strategy == "adapter"
     settings: dict[str, Any] = dict(
         model_path=generator.model_name,
-        device="cuda:0" if device == "cuda" else "cpu",  # Ray shows each process its GPUs alone
+        device="cuda:0" if device == "cuda" else "cpu",  # Ray shows each process only its GPUs
         dtype=generator.model_dtype,
         max_num_seqs=generator.max_num_seqs,
         dummy_weights=weights_follow and not adapters_alone,
@@ -93,7 +94,7 @@ def engine_factory(cfg: SkyRLConfig, device: str, *, weights_follow: bool = Fals
     )
     if adapters_alone:
         settings["max_lora_rank"] = cfg.trainer.policy.model.lora.rank
-    traits = EngineRegistry.requirements(generator.backend)
+    traits = EngineRegistry.get_requirements(generator.backend)
     settings |= traits.keywords(cfg, device)
     if cfg.trainer.policy.routing_replay == "R3" and traits.expert_routes:
         settings["return_expert_routes"] = True
@@ -103,14 +104,14 @@ def engine_factory(cfg: SkyRLConfig, device: str, *, weights_follow: bool = Fals
 def remote_engine(
     generator: GeneratorConfig, url: str, tokenizer: PreTrainedTokenizerBase, backend: str | None = None
 ) -> RemoteInferenceEngine:
-    """A server started elsewhere, checked.
+    """Connect to an external server and check it.
 
     Args:
-        backend: the kind of server (`vllm`, `sglang`); None or `auto`: the server says what it is.
+        backend: the kind of server (`vllm`, `sglang`); None or `auto`: asks the server.
 
     Raises:
-        ConfigError: it is not the one that the settings need.
-        WorkerError: it cannot be reached, or does not answer.
+        ConfigError: it does not match the settings.
+        WorkerError: it cannot be reached, or does not respond.
     """
     engine = RemoteInferenceEngine(
         url,
@@ -126,7 +127,7 @@ def remote_engine(
 
 
 def remote_api_key(generator: GeneratorConfig) -> SecretStr | None:
-    """The key of servers started elsewhere: from the file of the settings, or from the environment."""
+    """Return the key of external servers, from the configured file or the environment."""
     file = generator.remote_inference_engine_api_key_file
     setting = "generator.remote_inference_engine_api_key_file"
     key = engine_api_key() if file is None else key_from_file(file, setting)
@@ -134,7 +135,7 @@ def remote_api_key(generator: GeneratorConfig) -> SecretStr | None:
 
 
 def remote_engines(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> list[InferenceEngineInterface]:
-    """The servers of `generator.remote_inference_engine_urls`, checked. Raises ConfigError where one does not fit."""
+    """Connect to the servers of `generator.remote_inference_engine_urls`. Raises ConfigError if one does not match."""
     engines: list[InferenceEngineInterface] = []
     for url in cfg.generator.remote_inference_engine_urls:
         try:

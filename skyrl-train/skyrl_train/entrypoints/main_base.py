@@ -1,6 +1,6 @@
-"""`python -m skyrl_train.entrypoints.main_base key=value …`: a training run from settings.
+"""Training run from settings: `python -m skyrl_train.entrypoints.main_base key=value …`.
 
-`BasePPOExp` turns settings into objects; override a `get_*` hook to put your own in. It is the only place that knows
+`BasePPOExp` builds objects from settings; override a `get_*` hook to customize one. It is the only module that knows
 concrete classes.
 """
 
@@ -62,17 +62,17 @@ register_config_store()
 
 
 class BasePPOExp:
-    """Experiment: builds the objects of a run from its settings, and trains.
+    """Experiment that builds the objects of a run from its settings, and trains.
 
     Args:
-        cfg: settings, typed or as Hydra gives them.
+        cfg: settings, typed or from Hydra.
 
     Raises:
-        ConfigError: they cannot work together, or not with the checkpoint that they are to resume.
+        ConfigError: invalid settings, or settings that do not match the checkpoint to resume.
     """
 
     sampling_sections: ClassVar[Sequence[str]] = SAMPLING
-    """Sections of `generator` by which it samples."""
+    """Sections of `generator` with its sampling parameters."""
 
     has_teachers: ClassVar[bool] = False
     """Whether it reads `trainer.distillation`."""
@@ -102,12 +102,12 @@ class BasePPOExp:
 
     @cached_property
     def colocate_pg(self) -> "PlacementGroup | None":
-        """`get_colocate_pg`, asked when Ray runs: settings and data are checked without it, and sooner."""
+        """`get_colocate_pg`, called once Ray is running: settings and data are checked earlier, without it."""
         return self.get_colocate_pg()
 
     @staticmethod
     def validate(cfg: SkyRLConfig | DictConfig) -> SkyRLConfig:
-        """The rules these settings must obey."""
+        """Return the checked settings."""
         return validate_cfg(cfg)
 
     @staticmethod
@@ -122,7 +122,7 @@ class BasePPOExp:
         )
 
     def get_train_dataset(self) -> PromptDataset | None:
-        """The prompts of `data.train_data`. Raises DataError if they do not fill one batch."""
+        """Return the prompts of `data.train_data`. Raises DataError if they do not fill one batch."""
         dataset = self.read_prompts(self.cfg.data.train_data)
         if len(dataset) < self.cfg.trainer.train_batch_size:
             raise DataError(
@@ -137,7 +137,7 @@ class BasePPOExp:
         return self.read_prompts(self.cfg.data.val_data)
 
     def read_prompts(self, sources: list[str]) -> PromptDataset:
-        """Read prompts, dropping those over `trainer.max_prompt_length` under the template that answers follow."""
+        """Read prompts, dropping those over `trainer.max_prompt_length` under the template used for generation."""
         return PromptDataset(
             sources,
             self.tokenizer,
@@ -150,7 +150,7 @@ class BasePPOExp:
         return make_shared_placement_group(self.cfg, timeout)
 
     def get_inference_client(self) -> InferenceEngineClient:
-        """The engines, which wait for the policy's weights."""
+        """Return the engines, which wait for the policy's weights."""
         return start_engines(self.cfg, self.tokenizer, self.colocate_pg, weights_follow=True)
 
     def get_generator(
@@ -204,14 +204,14 @@ class BasePPOExp:
         )
 
     def get_endpoint(self, client: InferenceEngineClient) -> AbstractAsyncContextManager[object]:
-        """Build the server that gives others access to the engines while the run lasts
+        """Build the server that gives external clients access to the engines during the run
         (`generator.enable_http_endpoint`)."""
         if not self.cfg.generator.enable_http_endpoint:
             return nullcontext()
         return listening(endpoint_of(self.cfg, client, self.tokenizer))
 
     def is_finished(self) -> bool:
-        """Return whether there is a checkpoint of the last step, and log it. A run without training data never is."""
+        """Return whether a checkpoint of the last step exists, and log it. False for a run without training data."""
         return self.train_dataset is not None and says_finished(self.cfg, len(self.train_dataset))
 
     def run(self) -> None:
@@ -249,7 +249,7 @@ class BasePPOExp:
 
 
 def warn_of_unused_environment(cfg: SkyRLConfig, dataset: PromptDataset | None) -> None:
-    """Warn if `environment.env_class` is set and rows of the training data name other environments, which win."""
+    """Warn if `environment.env_class` is set but overridden by environments in all rows of the training data."""
     chosen = cfg.environment.env_class
     if dataset is None or not cfg.generator.uses_environments or chosen in (None, EnvironmentConfig().env_class):
         return
@@ -274,7 +274,7 @@ class Experiment(Protocol):
 
 @contextmanager
 def _own(cfg: SkyRLConfig) -> Iterator[Path]:
-    """Own the folder of the run while the context lasts, and log into it. Yields the path of the log."""
+    """Acquire the folder of the run during the context, and log to it. Yields the path of the log."""
     trainer, run_folder = cfg.trainer, RunFolder(cfg.trainer.run_dir)
     path = run_folder.log_path("trainer")
     with ExitStack() as stack:
@@ -299,29 +299,28 @@ def run_experiment(
     """Check the settings, start Ray (unless `trainer.placement.launcher=inline`), run the experiment, stop Ray.
 
     Args:
-        cfg: typed, or as Hydra gives them.
-        experiment: makes what runs from typed settings.
+        cfg: typed, or from Hydra.
+        experiment: builds the experiment from typed settings.
         validate: types and checks settings that come from Hydra.
 
-    What fails ends the process with exit code 1 and a plain text: for an error of ours its message, for any other
-    exception (of a user's code, say) its message and the user's frames. The whole traceback is in
-    `<run>/logs/trainer.log`.
-    SIGINT and SIGTERM end it in order: nothing of it keeps running. After SIGTERM training first saves a checkpoint
-    (`trainer.stop_timeout_seconds`).
+    Failures end the process with exit code 1 and a plain text: for a framework error its message, for any other
+    exception (such as from user code) its message and the user's frames. The full traceback is in
+    `<run>/logs/trainer.log`. SIGINT and SIGTERM shut down everything in order. After SIGTERM training first saves a
+    checkpoint (`trainer.stop_timeout_seconds`).
     """
     log_path: Path | None = None
-    owned = ExitStack()  # until all is ended
+    owned = ExitStack()  # until everything has ended
     try:
         configure_logging()
         typed = cfg if isinstance(cfg, SkyRLConfig) else validate(cfg)
         log_path = owned.enter_context(_own(typed))
         record_waits(log_path.parents[1])
         with progress.showing(typed.trainer.show_progress):
-            prepared = experiment(typed)  # what is wrong with settings or data is seen before Ray starts
+            prepared = experiment(typed)  # errors in settings or data are found before Ray starts
             if prepared.is_finished():
                 return
             initialize_ray(typed)
-            signal.signal(signal.SIGTERM, _interrupt)  # Ray's own handler aborts
+            signal.signal(signal.SIGTERM, _interrupt)  # Ray's handler aborts
             prepared.run()
     except SkyRLError as error:
         if log_path is not None and log_path.exists():
@@ -332,7 +331,7 @@ def run_experiment(
     except KeyboardInterrupt:
         logger.warning("told to stop; the same command goes on from the newest checkpoint, if there is one")
         sys.exit(128 + signal.SIGINT)
-    except Exception as error:  # a user's code may raise anything
+    except Exception as error:  # user code may raise anything
         log_traceback(error)
         remedy = "\nmake room and give the same command again: it resumes exactly" if is_full_disk(error) else ""
         logger.error("{}{}\nwhole traceback: {}", described(error), remedy, log_path)

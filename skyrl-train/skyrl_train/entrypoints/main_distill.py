@@ -1,7 +1,7 @@
-"""`python -m skyrl_train.entrypoints.main_distill key=value …`: on-policy distillation from settings.
+"""On-policy distillation from settings: `python -m skyrl_train.entrypoints.main_distill key=value …`.
 
-A run of reinforcement learning (`main_base`) whose tokens are scored by teachers (`trainer.distillation`), by default
-with nothing else: no rewards of the environment, no reference model, one answer a prompt.
+A reinforcement-learning run (`main_base`) whose tokens are scored by teachers (`trainer.distillation`); by default
+without environment rewards, without a reference model, and with one response per prompt.
 """
 
 import multiprocessing
@@ -38,7 +38,7 @@ DEFAULTS = {
     "trainer.algorithm.use_kl_loss": False,
     "generator.n_samples_per_prompt": 1,
 }
-"""Defaults of this entry point where they differ from those of the settings."""
+"""Defaults of this entry point that differ from the defaults of the settings."""
 
 _SHOWN = 3
 _BYTES_A_WORD = 8  # an int32 id and a float32 log-prob
@@ -50,8 +50,8 @@ class DistillationExp(BasePPOExp):
     """Experiment of on-policy distillation.
 
     Raises:
-        ConfigError: what `BasePPOExp` raises, and for teachers that cannot be loaded, have another vocabulary, do not
-            answer, or leave a row without one.
+        ConfigError: as for `BasePPOExp`, and for teachers that cannot be loaded, have another vocabulary, do not
+            respond, or leave a row without a teacher.
     """
 
     has_teachers = True
@@ -82,18 +82,18 @@ class DistillationExp(BasePPOExp):
         except ConfigError as error:
             if not teacher.urls:
                 raise
-            # The server's tokenizer was compared with the student's text by text; only sizes are unknown.
+            # The server's tokenizer was compared with the student's on texts; only sizes are unknown.
             logger.info("{} is not available locally, only at its server: {}", setting, error)
             return self.vocab_sizes[0]
         if not (teacher.engines or teacher.urls):
-            check = TrainingBackendRegistry.requirements(self.cfg.trainer.strategy).check_model_config
+            check = TrainingBackendRegistry.get_requirements(self.cfg.trainer.strategy).check_model_config
             check(config, self.cfg.trainer.ref, setting)
         check_same_vocabulary(self.tokenizer, tokenizer, setting, teacher.model)
         return config.get_text_config().vocab_size
 
     def _num_top(self) -> int:
-        """Return the number of tokens compared at each token. Raises ConfigError if there are not so many, or if their
-        log-probs may need more memory than allowed."""
+        """Return the number of candidates compared at each position. Raises ConfigError if it exceeds the vocabulary,
+        or if their log-probs may need more memory than allowed."""
         settings, generator = self.cfg.trainer.distillation, self.cfg.generator
         if settings.tokens == "sampled":
             return 0
@@ -130,7 +130,7 @@ class DistillationExp(BasePPOExp):
         return trainer
 
     def _engine_settings(self, name: str) -> SkyRLConfig:
-        """Return the settings of a teacher's engines: those of the run, with its model and no weight sync."""
+        """Return the settings of a teacher's engines: the run's settings with its model and without weight sync."""
         cfg, teacher = deepcopy(self.cfg), self.cfg.trainer.distillation.teachers[name]
         generator, trainer, defaults = cfg.generator, cfg.trainer, GeneratorConfig()
         trainer.run_dir = str(teacher_folder(RunFolder(trainer.run_dir), name).path)
@@ -140,12 +140,12 @@ class DistillationExp(BasePPOExp):
         generator.weight_sync_strategy = defaults.weight_sync_strategy
         generator.num_inference_engines = teacher.engines or len(teacher.urls)
         if teacher.urls:
-            generator.run_engines_locally, generator.backend = False, "auto"  # a server says what it is
+            generator.run_engines_locally, generator.backend = False, "auto"  # the server reports its kind
         generator.remote_inference_engine_urls = list(teacher.urls)
         return cfg
 
     def _named(self, setting: str, start: Any) -> Any:
-        """Call `start`; errors about the engines' settings name the teacher's instead."""
+        """Call `start`; errors about engine settings name the teacher's settings instead."""
         try:
             return start()
         except ConfigError as error:
@@ -156,7 +156,7 @@ class DistillationExp(BasePPOExp):
 def check_same_vocabulary(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, setting: str, path: str
 ) -> None:
-    """Check that every token has the same id for both, special tokens among them: a teacher scores ids.
+    """Check that every token, including special tokens, has the same id for both: a teacher scores ids.
 
     Raises:
         ConfigError: they differ.

@@ -1,4 +1,4 @@
-"""`python -m skyrl_train.entrypoints.main_dpo key=value …`: trains a model on preference pairs (DPO)."""
+"""Training on preference pairs (DPO): `python -m skyrl_train.entrypoints.main_dpo key=value …`."""
 
 import hydra
 from omegaconf import DictConfig

@@ -1,4 +1,4 @@
-"""`python -m skyrl_train.entrypoints.main_generate key=value …`: evaluates a model; trains nothing."""
+"""Evaluation of a model without training: `python -m skyrl_train.entrypoints.main_generate key=value …`."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ from skyrl_train.utils.run_owner import owning_run
 
 
 class EvalOnlyEntrypoint(BasePPOExp):
-    """Engines, a generator and the evaluation set."""
+    """Experiment with engines, a generator and the evaluation set."""
 
     sampling_sections = ("eval_sampling_params",)
 
@@ -31,13 +31,13 @@ class EvalOnlyEntrypoint(BasePPOExp):
         return None
 
     def get_eval_dataset(self) -> PromptDataset:
-        """The prompts of `data.val_data`, whatever `eval_interval` says."""
+        """Return the prompts of `data.val_data`, for any `eval_interval`."""
         if not self.cfg.data.val_data:
             raise ConfigError("data.val_data is empty: there is nothing to evaluate on")
         return self.read_prompts(self.cfg.data.val_data)
 
     def get_inference_client(self) -> InferenceEngineClient:
-        """The engines, with the model's own weights."""
+        """Return the engines, with the model's weights."""
         return start_engines(self.cfg, self.tokenizer, self.colocate_pg)
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""`python -m skyrl_train.entrypoints.main_sft key=value …`: trains a model on demonstrations."""
+"""Training on demonstrations: `python -m skyrl_train.entrypoints.main_sft key=value …`."""
 
 import asyncio
 import sys
@@ -30,13 +30,13 @@ class SupervisedExp:
         settings: validated; `PreferenceConfig` for preference pairs.
 
     Raises:
-        DataError: data that cannot be read, or has nothing to learn.
+        DataError: data that cannot be read, or without trained tokens.
         ConfigError: the checkpoint to resume is of another experiment.
     """
 
     def __init__(self, settings: SupervisedConfig):
         self.settings = settings
-        self.cfg = settings.as_training_config()
+        self.cfg = settings.to_training_config()
         self.run_folder = RunFolder(self.cfg.trainer.run_dir)
         self.tokenizer = self.get_tokenizer()
         self.train_dataset = self.get_dataset(settings.data.train_data)
@@ -52,7 +52,7 @@ class SupervisedExp:
         return SupervisedDataset(sources, self.tokenizer, self.settings.data, with_pairs=with_pairs)
 
     def is_finished(self) -> bool:
-        """Return whether there is a checkpoint of the last step, and log it."""
+        """Return whether a checkpoint of the last step exists, and log it."""
         return says_finished(self.cfg, len(self.train_dataset))
 
     def run(self) -> None:
@@ -85,7 +85,7 @@ def start(cfg: DictConfig, config_type: type[SupervisedConfig]) -> None:
         settings = validate_supervised_cfg(cfg, config_type)
     except SkyRLError as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    run_experiment(settings.as_training_config(), lambda _: SupervisedExp(settings))
+    run_experiment(settings.to_training_config(), lambda _: SupervisedExp(settings))
 
 
 @hydra.main(config_path=config_dir, config_name="sft_base_config", version_base=None)

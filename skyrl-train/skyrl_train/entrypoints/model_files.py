@@ -1,4 +1,4 @@
-"""Checks of what `*.model.path` names, before anything starts: configs and tokenizers, from folders or the hub."""
+"""Checks of models in `*.model.path` before the start: configs and tokenizers, from folders or the hub."""
 
 import contextlib
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.utils.lean_imports import leave_out_unused_packages
 
 _TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepiece", "tekken", "merges", "encoder")
-"""Beginnings of the names of a tokenizer's files. Without any, transformers makes an empty one of some models."""
+"""Prefixes of tokenizer file names. Without any, transformers creates an empty tokenizer for some models."""
 
 _NUM_PROBES = 50
-"""About how many words of the vocabulary `load_tokenizer` looks at."""
+"""Approximate number of vocabulary words that `load_tokenizer` checks."""
 
 _HUB_HINT = (
     "check its spelling, the network, HF_TOKEN (for models that ask for one) and HF_HUB_OFFLINE, or give a folder"
@@ -26,21 +26,21 @@ _HUB_HINT = (
 
 
 SAMPLING = ("sampling_params", "eval_sampling_params")
-"""Sections of `generator` by which a training run samples."""
+"""Sections of `generator` with the sampling parameters of a training run."""
 
 
 def check_models(cfg: SkyRLConfig, sampling: Sequence[str] = SAMPLING) -> None:
-    """Check that the config of every model of the run can be read, and that answers fit the policy's context.
+    """Check that the config of every model of the run can be read, and that responses fit the policy's context.
 
     Args:
-        sampling: the sections of `generator` by which the run samples.
+        sampling: the sections of `generator` with the run's sampling parameters.
 
     Raises:
-        ConfigError: a path that names no model, or answers longer than the context.
+        ConfigError: a path without a model, or responses longer than the context.
     """
     trainer = cfg.trainer
     policy = model_config(trainer.policy.model.path, "trainer.policy.model.path")
-    check = TrainingBackendRegistry.requirements(trainer.strategy).check_model_config
+    check = TrainingBackendRegistry.get_requirements(trainer.strategy).check_model_config
     check(policy, trainer.policy, "trainer.policy")
     if trainer.critic.model.path is not None:
         model_config(trainer.critic.model.path, "trainer.critic.model.path")
@@ -53,26 +53,26 @@ def model_config(path: str, setting: str) -> Any:
     """Return the transformers config of the model at `path`, the value of `setting`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it is missing or invalid.
     """
     _check_folder(path, setting)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=True)
-    except Exception as error:  # a model may bring code of its own
+    except Exception as error:  # a model may include custom code
         raise ConfigError(_cannot_be_loaded(path, setting, "config", error)) from error
 
 
 def load_tokenizer(
     path: str, setting: str = "trainer.policy.model.path", *, use_fast: bool = True, **options: object
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the model at `path`, with a token to pad with.
+    """Return the tokenizer of the model at `path`, with a padding token.
 
     Raises:
-        ConfigError: there is none; or without `use_fast`, there is no Python form of it (transformers then loads the
-            fast one without a word).
+        ConfigError: it is missing; or without `use_fast`, it has no Python implementation (transformers then silently
+            loads the fast one).
     """
     leave_out_unused_packages()
-    from transformers import AutoTokenizer, GenerationConfig  # bring half of what models need
+    from transformers import AutoTokenizer, GenerationConfig  # import half of the dependencies of models
 
     _check_folder(path, setting)
     folder = Path(path)
@@ -99,11 +99,11 @@ def load_tokenizer(
 
 
 def _check_kind(tokenizer: PreTrainedTokenizerBase, folder: Path, setting: str) -> None:
-    """Check that transformers did not replace the rules of `tokenizer.json`: for some kinds of models it loads its own
-    class whatever the folder says, and engines do the same.
+    """Check that transformers did not replace the rules of `tokenizer.json`: for some kinds of models it always loads
+    its own class, and so do engines.
 
     Raises:
-        ConfigError: a text of words of the vocabulary comes back from the file's tokenizer, and not from this one.
+        ConfigError: text of vocabulary words round-trips through the file's tokenizer, but not through this one.
     """
     if not tokenizer.is_fast or not (folder / "tokenizer.json").is_file():
         return
@@ -146,7 +146,7 @@ def _cannot_be_loaded(path: str, setting: str, what: str, error: Exception) -> s
 
 
 def _check_lengths(cfg: SkyRLConfig, policy: object, sections: Sequence[str]) -> None:
-    """The engine's context has room for a prompt and an answer of `max_generate_length`."""
+    """Check that the engine's context fits a prompt and a response of `max_generate_length`."""
     generator, overrides = cfg.generator, cfg.trainer.policy.model_config_kwargs
     limit, source = _context(generator.engine_init_kwargs, overrides, policy)
     if limit is None or not generator.uses_environments:
@@ -168,13 +168,13 @@ def _check_lengths(cfg: SkyRLConfig, policy: object, sections: Sequence[str]) ->
 
 
 def _context(engine: dict[str, Any], overrides: dict[str, Any], policy: Any) -> tuple[int | None, str]:
-    """The most tokens of prompt and answer, None if nothing tells, and where the number comes from."""
+    """Return the maximum number of tokens of prompt and response, or None if unknown, and the source of the number."""
     limit = engine.get("max_model_len")
-    if isinstance(limit, int) and limit > 0:  # else the engine tells what it may be
+    if isinstance(limit, int) and limit > 0:  # else the engine reports it
         return limit, "generator.engine_init_kwargs.max_model_len"
     text = policy.get_text_config()
     limit = overrides.get("max_position_embeddings", getattr(text, "max_position_embeddings", None))
     scaling = overrides.get("rope_scaling") or getattr(text, "rope_scaling", None) or {}
-    if limit is None or scaling.get("factor", 1) > 1:  # engines differ in what they make of a stretched context
+    if limit is None or scaling.get("factor", 1) > 1:  # engines treat a stretched context differently
         return None, ""
     return int(limit), "max_position_embeddings of its config"

@@ -1,8 +1,8 @@
-"""`python -m skyrl_train.entrypoints.serve key=value …`: rollout engines behind an OpenAI-compatible endpoint, without
-a training run. Settings are those of a run (`generator.*`, `trainer.policy.model.path`, `trainer.placement.device`); it
-needs no data. SIGINT and SIGTERM end it in order.
+"""Rollout engines with an OpenAI-compatible endpoint, without training: `python -m skyrl_train.entrypoints.serve
+key=value …`. Settings are `generator.*`, `trainer.policy.model.path`, `trainer.placement.device`; it needs no data.
+SIGINT and SIGTERM shut it down in order.
 
-`SKYRL_ENDPOINT_API_KEY`, if set, is what clients must send as their key.
+`SKYRL_ENDPOINT_API_KEY`, if set, is the key that clients must send.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ register_config_store()
 
 
 async def serve(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Start the engines and the endpoint, and answer until cancelled."""
+    """Start the engines and the endpoint, and serve until cancelled."""
     client = start_engines(cfg, tokenizer)
     try:
-        info = await client.describe()  # waits until the engines are there
+        info = await client.describe()  # waits until the engines are ready
         async with listening(endpoint_of(cfg, client, tokenizer)) as server:
             names = ", ".join(server.frontend.model_names)
             print(f"serving {names} at {server.url}", flush=True)
@@ -44,7 +44,7 @@ async def serve(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 async def _serve_until_told(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """`serve`, with SIGINT and SIGTERM as its end."""
+    """Run `serve` until SIGINT or SIGTERM."""
     serving = asyncio.create_task(serve(cfg, tokenizer))
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
@@ -55,7 +55,7 @@ async def _serve_until_told(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase
 
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
 def main(cfg: DictConfig) -> None:
-    cfg.trainer.logger = "console"  # nothing is tracked, so no tracker's key is asked for
+    cfg.trainer.logger = "console"  # nothing is tracked, so no tracker's key is required
     try:
         typed: SkyRLConfig = validate_generator_cfg(cfg)
         configure_logging(RunFolder(typed.trainer.run_dir).log_path("serve"))

@@ -1,9 +1,9 @@
-"""`python -m skyrl_train.entrypoints.serve_vllm --model MODEL [--port PORT] [--api-key-file FILE] …`: a vLLM server as
-runs with `generator.run_engines_locally=false` need it. Further options are those of `vllm serve`.
+"""vLLM server for runs with `generator.run_engines_locally=false`: `python -m skyrl_train.entrypoints.serve_vllm
+--model MODEL [--port PORT] [--api-key-file FILE] …`. Further options are passed to `vllm serve`.
 
-It has the worker extension for weights and log-probs and the control routes, and listens on loopback unless `--host`
-says otherwise. `/collective_rpc` calls any method of the workers, so on other addresses it needs a key: a file with one
-line, or the environment variable `SKYRL_ENGINE_API_KEY`; the trainer gives the same one
+It adds the worker extension for weights and log-probs and the control routes, and listens on loopback unless `--host`
+is set. `/collective_rpc` calls any method of the workers, so other addresses require a key: a file with one line, or
+the environment variable `SKYRL_ENGINE_API_KEY`; the trainer must use the same one
 (`generator.remote_inference_engine_api_key_file`).
 """
 
@@ -20,15 +20,15 @@ from skyrl_train.inference_engines.vllm.arguments import EXTENSION, GRAMMAR_BACK
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the control routes
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `tempered_sampler.py` knows the sampler of the first one
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `tempered_sampler.py` supports the sampler of the first one
 }
 
 
 def server_command(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The command that serves, and its environment, which alone holds the key.
+    """Build the command that serves, and its environment, which contains the key (the command does not).
 
     Raises:
-        ConfigError: an address that others reach, without a key.
+        ConfigError: an externally reachable address without a key.
     """
     parser = argparse.ArgumentParser(
         prog="serve_vllm", description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False

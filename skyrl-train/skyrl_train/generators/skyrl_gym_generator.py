@@ -190,7 +190,7 @@ class SkyRLGymGenerator(GeneratorInterface):
 
     def _environment(self, request: RolloutRequest) -> EnvironmentSession:
         extras = request.env_extras | {"max_turns": self.generator_cfg.max_turns}
-        env_config = self.skyrl_gym_cfg.env_config(request.env_class)
+        env_config = self.skyrl_gym_cfg.get_env_config(request.env_class)
         seed = episode_seed(self._seed_of(request), request.metadata, request.trajectory_id)
         return EnvironmentSession(self._threads, request.env_class, env_config, extras, seed)
 

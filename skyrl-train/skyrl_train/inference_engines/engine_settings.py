@@ -64,7 +64,7 @@ def library_keywords(cfg: "SkyRLConfig", device: str) -> dict[str, object]:
         expert_parallel_size=generator.inference_engine_expert_parallel_size,
         max_num_batched_tokens=generator.max_num_batched_tokens,
         gpu_memory_utilization=generator.gpu_memory_utilization,
-        enforce_eager=generator.resolved_enforce_eager("cuda" if device == "cuda" else "cpu"),
+        enforce_eager=generator.resolve_enforce_eager("cuda" if device == "cuda" else "cpu"),
         enable_prefix_caching=generator.enable_prefix_caching,
         enable_chunked_prefill=generator.enable_chunked_prefill,
         fully_sharded_loras=generator.fully_sharded_loras,

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from skyrl_gym.waits import waiting
-from skyrl_train.distributed.process_group import free_port
+from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train.errors import WorkerError
 from skyrl_train.utils.explanations import explain_expiry
 from skyrl_train.utils.process_log import log_tail
@@ -33,7 +33,7 @@ class ServerChild:
     def __init__(self, name: str, command: Sequence[str], log_file: Path, environment: Mapping[str, str]):
         self._name = name
         self.log_file = log_file
-        self.port = free_port()
+        self.port = find_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         guard = [sys.executable, "-m", "skyrl_train.inference_engines.owner_guard", str(os.getpid())]
         with log_file.open("w") as log:

@@ -1,7 +1,7 @@
-"""Adapters in folders as peft keeps them: `adapter_model.safetensors` and `adapter_config.json`.
+"""Adapters in peft's folder format: `adapter_model.safetensors` and `adapter_config.json`.
 
-The policy's go out this way, under a number for every version, where engines are given nothing else; engines of any
-kind load such a folder.
+Adapter-only weight syncs write the policy's adapters this way, one numbered folder per version; all kinds of engines
+can load such a folder.
 """
 
 import json
@@ -20,7 +20,7 @@ from torch import nn
 from skyrl_gym.whole_folders import replacing
 from skyrl_train.distributed.sharded_tensor import copy_into, gather_full_tensor
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.models.lora import ADAPTER, adapters_of, transformers_model
+from skyrl_train.models.lora import ADAPTER, find_adapters, get_transformers_model
 from skyrl_train.types import JsonObject
 from skyrl_train.utils.io import write_atomically
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 CHANGES_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Ways for adapters to begin (and peft's names, or the beginnings of them) that take a part out of the model's weights:
-such an adapter belongs to weights that are no file's."""
+"""Initialization methods (peft's names, or prefixes of them) that move a part of the model's weights into the adapter:
+such an adapter does not fit the original weights."""
 
 
-def adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """A and B of every adapter, whole, under their names in peft's files, one at a time and in the same order on every
-    rank. A collective.
+def gather_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield A and B of every adapter, gathered, under peft's names, one at a time and in the same order on every rank.
+    A collective.
 
     Args:
-        model: a transformers model, or what holds one as `causal_lm`; sharded or not.
-        dtype: what they are cast to.
+        model: a transformers model, or an object with one as `causal_lm`; sharded or not.
+        dtype: dtype to cast to.
     """
-    for adapter in adapters_of(transformers_model(model)):
+    for adapter in find_adapters(get_transformers_model(model)):
         for name, matrix in adapter.matrices.items():
             yield name, gather_full_tensor(matrix, dtype)
 
@@ -50,26 +50,26 @@ def adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str,
 def write_adapter_version(
     model: nn.Module, folder: Path, version: int, dtype: torch.dtype, rank: int
 ) -> dict[str, torch.Tensor]:
-    """Write the policy's adapters for engines to `folder/version`, complete or absent, and delete all but the last two
-    versions (an engine may be reading the one before). A collective; rank 0 writes.
+    """Write the policy's adapters for engines to `folder/version`, atomically, and delete all but the last two versions
+    (an engine may be reading the previous one). A collective; rank 0 writes.
 
     Args:
-        model, dtype: as for `adapter_tensors`; the engines' dtype, so that what they hold can be compared.
+        model, dtype: as for `gather_adapter_tensors`; use the engines' dtype, so that their values can be compared.
     Returns:
-        on rank 0 what was written, by its names; nothing on others.
+        on rank 0 the written tensors by name; {} on others.
     Raises:
-        ConfigError: these adapters began by changing the model, which engines do not have.
+        ConfigError: the initialization of these adapters changed the model's weights, which engines do not have.
     """
-    config = _peft_config(model)
+    config = _get_peft_config(model)
     if not can_be_sent_alone(config.init_lora_weights):
         raise ConfigError(
             f"generator.weight_sync_strategy=adapter cannot go with trainer.policy.model.lora.init_method="
             f"{config.init_lora_weights!r}, which moves a part of the model's weights into the adapters: engines would "
             "keep that part in the model as well. Take init_method=kaiming, or weight_sync_strategy=auto"
         )
-    # On every rank, since each tensor is gathered by a collective. Copies: on a CPU, tensors of a model that is not
-    # sharded are the live parameters, which the next step changes, and what was sent is compared later.
-    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in adapter_tensors(model, dtype)}
+    # On every rank, since each tensor is gathered by a collective. Copies: on a CPU, tensors of an unsharded model are
+    # the live parameters, which the next step changes before the sent values are compared.
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in gather_adapter_tensors(model, dtype)}
     if rank != 0:
         return {}
     with replacing(folder / str(version)) as partial:
@@ -81,29 +81,29 @@ def write_adapter_version(
 
 
 def can_be_sent_alone(init_method: object) -> bool:
-    """Check whether adapters with this start belong to the model's weights as its files have them."""
+    """Return whether adapters with this initialization fit the original weights of the model."""
     return not (isinstance(init_method, str) and init_method.startswith(CHANGES_THE_MODEL))
 
 
 def save_adapter(model: nn.Module, folder: str | Path, base_model_path: str) -> None:
-    """Write adapters in the dtype they are trained in, for plain `peft.PeftModel.from_pretrained(base_model, folder)`.
-    A collective; rank 0 writes.
+    """Write adapters in their training dtype, for plain `peft.PeftModel.from_pretrained(base_model, folder)`. A
+    collective; rank 0 writes.
 
     Args:
-        model: as for `adapter_tensors`.
-        base_model_path: what peft will name as the base model.
+        model: as for `gather_adapter_tensors`.
+        base_model_path: base model name stored for peft.
     """
-    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in adapter_tensors(model, torch.float32)}
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in gather_adapter_tensors(model, torch.float32)}
     if not dist.is_initialized() or dist.get_rank() == 0:
-        _write(Path(folder), tensors, replace(_peft_config(model), base_model_name_or_path=base_model_path))
+        _write(Path(folder), tensors, replace(_get_peft_config(model), base_model_name_or_path=base_model_path))
 
 
-def _peft_config(model: nn.Module) -> "LoraConfig":
-    return vars(transformers_model(model))["peft_config"][ADAPTER]
+def _get_peft_config(model: nn.Module) -> "LoraConfig":
+    return vars(get_transformers_model(model))["peft_config"][ADAPTER]
 
 
 def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: "LoraConfig") -> None:
-    """Write into a folder, whose other files stay. The weights last: a folder that has them is whole."""
+    """Write into a folder, keeping its other files. Weights are written last: a folder that has them is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / WEIGHTS_FILE).unlink(missing_ok=True)
     replace(config, inference_mode=True).save_pretrained(str(folder))
@@ -113,7 +113,7 @@ def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: "LoraConfi
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """Content of a folder written by peft."""
+    """Content of a folder in peft's format."""
 
     config: JsonObject
     tensors: dict[str, torch.Tensor]
@@ -121,10 +121,10 @@ class AdapterFile:
 
 
 def read_adapter(folder: str | Path) -> AdapterFile:
-    """An adapter as peft wrote it.
+    """Read an adapter in peft's format.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: it is missing or corrupt.
     """
     path = Path(folder)
     try:
@@ -146,20 +146,22 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     file = Path(folder) / WEIGHTS_FILE
     state = load_file(file)
     matrices = {
-        name: matrix for adapter in adapters_of(transformers_model(model)) for name, matrix in adapter.matrices.items()
+        name: matrix
+        for adapter in find_adapters(get_transformers_model(model))
+        for name, matrix in adapter.matrices.items()
     }
-    # Compared before anything is copied: a file that does not fit leaves the model as it was.
-    differing = [name for name in {**matrices, **state} if _shape(state, name) != _shape(matrices, name)]
+    # Compared before anything is copied: a file that does not fit leaves the model unchanged.
+    differing = [name for name in {**matrices, **state} if _format_shape(state, name) != _format_shape(matrices, name)]
     if differing:
         name = differing[0]
         raise CheckpointError(
-            f"{file} does not fit the model's adapters: {name} is {_shape(state, name)} in the file and "
-            f"{_shape(matrices, name)} in the model"
+            f"{file} does not fit the model's adapters: {name} is {_format_shape(state, name)} in the file and "
+            f"{_format_shape(matrices, name)} in the model"
         )
     with torch.no_grad():
         for name, matrix in matrices.items():
             copy_into(matrix, state[name])
 
 
-def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
+def _format_shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
     return tuple(tensors[name].shape) if name in tensors else None

@@ -1,7 +1,7 @@
-"""Causal attention among the tokens of each of several rows that lie end to end: no row sees another, no [N, N] mask is
-made. Registered with transformers, whose models then call it in place of their own.
+"""Causal attention over packed rows: rows do not see each other, and no [N, N] mask is allocated. Registered with
+transformers, so that its models call it instead of their attention.
 
-It refuses whatever it does not know (biases, masks of a model's own) rather than leave it out.
+Unsupported arguments (biases, custom masks) raise an error instead of being ignored.
 
 Shapes: N tokens, heads, D the size of a head, G rows of a group of L tokens.
 """
@@ -21,8 +21,8 @@ from skyrl_train.models.cpu_attention import BackwardInFloat32, is_slow_backward
 from skyrl_train.models.packing import PackedRows, from_batch, to_batch
 
 PACKED_ATTENTION = "skyrl_packed"
-"""Name under which the attention function is registered with transformers. No mask function is registered for it, so
-transformers makes no mask."""
+"""Name under which the attention function is registered with transformers. No mask function is registered, so that
+transformers creates no mask."""
 
 _WITHOUT_EFFECT = frozenset(
     [
@@ -33,21 +33,21 @@ _WITHOUT_EFFECT = frozenset(
 
 
 class AttentionRule(NamedTuple):
-    """Function from queries and keys to probabilities: softmax over [z, sink] without the sink's, z = c tanh(s / c) of
-    the scores s = scaling q k^T of the last W tokens."""
+    """Attention scores to probabilities: softmax over [z, sink] without the sink's column, z = c tanh(s / c) of the
+    scores s = scaling q k^T of the last W tokens."""
 
     scaling: float | None = None
     """None: D ** -0.5."""
     window: int | None = None
-    """W; None: all tokens before."""
+    """W; None: all previous tokens."""
     softcap: float | None = None
     """c: Gemma 2's `attn_logit_softcapping`; None: z = s."""
     sinks: torch.Tensor | None = None
-    """[heads] logits of gpt-oss that take a part of the probability and add nothing; None: none."""
+    """[heads] logits of gpt-oss that absorb probability and contribute no value; None: none."""
 
     @property
     def is_plain(self) -> bool:
-        """True if fused kernels compute it."""
+        """True if fused kernels support it."""
         return self.softcap is None and self.sinks is None
 
 
@@ -67,18 +67,18 @@ def packed_attention(
     is_causal: bool | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """softmax(q k^T scaling) v over the tokens of the same row that are not later, and with a sliding window of W over
-    the last W of these; with caps and sinks as `AttentionRule` has them.
+    """Compute softmax(q k^T scaling) v over the current and previous tokens of the same row, with a sliding window over
+    the last W of them; with caps and sinks as in `AttentionRule`.
 
     Args:
-        query, key, value: [1, heads, N, D]; keys and values may have fewer heads, each then serves consecutive
-            query heads. With sequence parallelism N is this rank's slice. Values may be narrower.
+        query, key, value: [1, heads, N, D]; keys and values may have fewer heads, each shared by consecutive query
+            heads. With sequence parallelism N is this rank's slice. Values may have a smaller D.
 
     Returns:
         [1, N, heads, D], and None for attention weights.
 
     Raises:
-        ValueError: the model asks for something that is not computed here.
+        ValueError: the model requests an unsupported feature.
     """
     check_arguments(module, attention_mask, dropout=dropout, is_causal=is_causal, **others)
     if packed_rows is None:
@@ -86,24 +86,24 @@ def packed_attention(
     packed_rows.windows.append(sliding_window)
     packed_rows.softcaps.append(softcap)
     if torch.is_autocast_enabled(query.device.type):
-        # Rotary embeddings leave queries and keys in float32 there, which kernels for rows of different lengths refuse.
+        # Rotary embeddings leave queries and keys in float32 there, which variable-length kernels reject.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     ranks = packed_rows.sequence_parallel
     if ranks is not None:
         query, key, value = (ranks.to_heads(x) for x in (query, key, value))
-        # Rank r has the heads r H/n and on, and so their sinks.
+        # Rank r holds the heads from r H/n, and so their sinks.
         s_aux = None if s_aux is None else s_aux.chunk(ranks.size)[ranks.rank]
-    if packed_rows.keys is not None:  # each row attends to the tokens of its prefix, which another row holds
+    if packed_rows.keys is not None:  # each row attends to the tokens of its prefix, which are stored in another row
         key, value = (x.index_select(2, packed_rows.keys) for x in (key, value))
-    # Kernels for rows of different lengths know scaling and window alone.
+    # Variable-length kernels support scaling and window only.
     rule = AttentionRule(scaling, sliding_window, softcap, s_aux)
-    varlen = _varlen_attention(query.device.type, query.dtype) if rule.is_plain else None
+    varlen = _select_varlen_attention(query.device.type, query.dtype) if rule.is_plain else None
     if varlen is None:
-        answer = _group_by_group(query, key, value, packed_rows, rule)
+        answer = _attend_by_group(query, key, value, packed_rows, rule)
     else:
         width = value.shape[-1]
-        # These kernels take one width for all.
+        # These kernels need equal head sizes.
         value = F.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
         rows = (x[0].transpose(0, 1) for x in (query, key, value))
         answer = varlen(*rows, packed_rows, scaling, sliding_window)[..., :width].transpose(0, 1)[None]
@@ -123,10 +123,10 @@ def check_arguments(
     is_causal: bool | None = None,
     **others: object,
 ) -> None:
-    """Raise unless a model's arguments suit an attention function that computes causal attention and nothing else.
+    """Check that a model's arguments suit an attention function that computes plain causal attention.
 
     Raises:
-        ValueError: the model asks for more.
+        ValueError: the model requests more.
     """
     unknown = {name for name, argument in others.items() if argument is not None} - _WITHOUT_EFFECT
     if attention_mask is not None:
@@ -143,17 +143,17 @@ def check_arguments(
 
 
 @cache
-def _varlen_attention(device: str, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
-    """flash-attention's kernel if it is installed, else torch's own; None where neither computes on the device in the
-    dtype. Takes query, key, value [N, heads, D], rows, scaling, window; returns [N, heads, D]."""
+def _select_varlen_attention(device: str, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+    """Select flash-attention's kernel if it is installed, else torch's; None if neither supports device and dtype. It
+    takes query, key, value [N, heads, D], rows, scaling, window; returns [N, heads, D]."""
     if device != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     try:
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]  # optional
     except ImportError:
-        return _torch_varlen()
+        return _build_torch_varlen()
 
-    def flash(
+    def run_flash(
         q: object, k: object, v: object, rows: PackedRows, scaling: float | None, window: int | None
     ) -> torch.Tensor:
         left = -1 if window is None else window - 1
@@ -165,10 +165,10 @@ def _varlen_attention(device: str, dtype: torch.dtype) -> Callable[..., torch.Te
             window_size=(left, 0),
         )
 
-    return flash
+    return run_flash
 
 
-def _torch_varlen() -> Callable[..., torch.Tensor] | None:
+def _build_torch_varlen() -> Callable[..., torch.Tensor] | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # torch 2.9 and before
@@ -176,7 +176,7 @@ def _torch_varlen() -> Callable[..., torch.Tensor] | None:
     if not {"window_size", "enable_gqa", "scale"} <= set(inspect.signature(varlen_attn).parameters):
         return None
 
-    def attend(q: Any, k: Any, v: Any, rows: PackedRows, scaling: float | None, window: int | None) -> torch.Tensor:
+    def run_torch(q: Any, k: Any, v: Any, rows: PackedRows, scaling: float | None, window: int | None) -> torch.Tensor:
         left = -1 if window is None else window - 1
         answer = varlen_attn(
             *(q, k, v, rows.boundaries, rows.key_boundaries, max(rows.lengths), max(rows.num_keys)),
@@ -187,24 +187,24 @@ def _torch_varlen() -> Callable[..., torch.Tensor] | None:
         assert isinstance(answer, torch.Tensor)
         return answer
 
-    return attend
+    return run_torch
 
 
 # ---- with kernels that take rows of one length
 
 
-def _group_by_group(
+def _attend_by_group(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     rows: PackedRows,
     rule: AttentionRule,
 ) -> torch.Tensor:
-    """Attend rows of nearly one length at a time, padded on the right to the longest: a causal row never looks
-    there."""
+    """Attend groups of rows of similar length, padded on the right to the longest: causal rows never attend to the
+    padding."""
     if (
         query.device.type != "cpu" and rule.is_plain
-    ):  # the CPU's kernel takes grouped heads as they are; others then fall back to [L, L]
+    ):  # the CPU's kernel supports grouped heads; other devices fall back to [L, L]
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     answers = []
@@ -212,30 +212,30 @@ def _group_by_group(
         num_keys = tuple(group.prefix + length for length in group.lengths)
         q = to_batch(query[0].narrow(1, group.start, sum(group.lengths)), group.lengths)
         k, v = (to_batch(x[0].narrow(1, group.keys_start, sum(num_keys)), num_keys) for x in (key, value))
-        answers.append(from_batch(causal_attention(q, k, v, rule), group.lengths))
+        answers.append(from_batch(compute_causal_attention(q, k, v, rule), group.lengths))
     return torch.cat(answers, dim=1)[None]
 
 
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-    """Attend from the last L' tokens of each row [rows, heads, L', D] to all L of it, rows of one length; see
+def compute_causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    """Attend from the last L' tokens of each row [rows, heads, L', D] to all L tokens, for rows of equal length; see
     `packed_attention`."""
     is_whole = q.shape[2] == k.shape[2] and (rule.window is None or rule.window >= q.shape[2])
     if not rule.is_plain:
-        return _in_blocks(q, k, v, rule, _written_out)
-    return _fused(q, k, v, None, rule) if is_whole else _in_blocks(q, k, v, rule, _fused)
+        return _attend_in_blocks(q, k, v, rule, _attend_eager)
+    return _attend_fused(q, k, v, None, rule) if is_whole else _attend_in_blocks(q, k, v, rule, _attend_fused)
 
 
-def _fused(
+def _attend_fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None, rule: AttentionRule
 ) -> torch.Tensor:
-    """Attend by torch's kernel. `seen`: [block, keys] bool; None: causal."""
+    """Attend with torch's fused kernel. `seen`: [block, keys] bool; None: causal."""
     if is_slow_backward(q, k, v):
         return BackwardInFloat32.attend(q, k, v, seen, rule.scaling)
     how: dict[str, Any] = dict(attn_mask=seen, is_causal=seen is None, scale=rule.scaling)
     return F.scaled_dot_product_attention(q, k, v, **how, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def _in_blocks(
+def _attend_in_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -243,8 +243,8 @@ def _in_blocks(
     attend: Callable[..., torch.Tensor],
     block: int = 512,
 ) -> torch.Tensor:
-    """Attend from each token to itself and those before it, the last `rule.window` of them. Queries in blocks, with
-    only the keys in their reach: with a window the mask is [block, window + block]."""
+    """Attend from each token to itself and previous tokens, the last `rule.window` of them. Queries are processed in
+    blocks with only the keys in reach: with a window the mask is [block, window + block]."""
     num_before = k.shape[2] - q.shape[2]
     window = k.shape[2] if rule.window is None else rule.window
     answers = []
@@ -258,17 +258,18 @@ def _in_blocks(
     return torch.cat(answers, dim=2)
 
 
-def _written_out(
+def _attend_eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
-    """Attend in single operations, for rules that no fused kernel computes. The backward computes probabilities again:
-    of long rows those of all blocks would not fit in memory.
+    """Attend without a fused kernel, for rules that none supports. The backward recomputes probabilities: for long
+    rows, the probabilities of all blocks would not fit in memory.
 
     Args:
         seen: [block, keys] bool
     """
-    compute = partial(_probabilities_times_values, seen=seen, softcap=rule.softcap)
-    # Queries are scaled, not scores: fewer products, and caps then see what the model's own attention caps.
+    compute = partial(_compute_weighted_values, seen=seen, softcap=rule.softcap)
+    # Queries are scaled, not scores: fewer products, and caps then apply to the same values as in the model's
+    # attention.
     q = q * (q.shape[-1] ** -0.5 if rule.scaling is None else rule.scaling)
     # Nothing is saved without a backward.
     if not torch.is_grad_enabled():
@@ -278,7 +279,7 @@ def _written_out(
     return answer
 
 
-def _probabilities_times_values(
+def _compute_weighted_values(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -289,22 +290,22 @@ def _probabilities_times_values(
 ) -> torch.Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    # The mask comes after the cap, which would make a finite number of minus infinity.
-    scores = capped(q @ k.transpose(2, 3), softcap).float().masked_fill(~seen, -torch.inf)
-    return softmax_with_sinks(scores, None if sinks is None else sinks[:, None, None]).to(v.dtype) @ v
+    # The mask is applied after the cap, which would make minus infinity finite.
+    scores = cap_scores(q @ k.transpose(2, 3), softcap).float().masked_fill(~seen, -torch.inf)
+    return compute_softmax_with_sinks(scores, None if sinks is None else sinks[:, None, None]).to(v.dtype) @ v
 
 
-def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """c tanh(s / c)."""
+def cap_scores(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Compute c tanh(s / c)."""
     return scores if softcap is None else (scores / softcap).tanh() * softcap
 
 
 _SINK_COLUMNS = 32
-"""A sink is the first of so many columns, the others never seen: kernels then sum whole vectors, in any batch."""
+"""A sink is the first of this many columns, the others are masked: kernels then sum whole vectors, in any batch."""
 
 
-def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """softmax over [scores, sink] in float32, without the column of the sink.
+def compute_softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Compute softmax over [scores, sink] in float32, without the column of the sink.
 
     Args:
         scores: [..., L]
@@ -312,7 +313,7 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torc
     """
     if sinks is None:
         return scores.softmax(dim=-1, dtype=torch.float32)
-    # Behind the scores: a longer row then adds exact zeros between them, and no bit of the sum changes.
+    # After the scores: a longer row then adds exact zeros between them, and no bit of the sum changes.
     columns = F.pad(sinks.float(), (0, _SINK_COLUMNS - 1), value=-torch.inf)
     both = torch.cat([scores.float(), columns.expand(*scores.shape[:-1], -1)], dim=-1)
     return both.softmax(dim=-1)[..., : scores.shape[-1]]

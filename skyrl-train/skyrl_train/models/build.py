@@ -1,4 +1,4 @@
-"""Models of a run from its settings: the policy, the critic and the reference, whole and in float32 on the CPU."""
+"""Construction of the policy, critic and reference model from the settings, unsharded and in float32 on the CPU."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,10 +11,10 @@ from skyrl_train.config import CriticConfig, PolicyConfig, RefConfig, SkyRLConfi
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.distributed.ulysses import SequenceParallel
 from skyrl_train.models.causal_lm import load_causal_lm
-from skyrl_train.models.lora import adapters_of, add_adapters, begins_with_weights, exported_parameters
+from skyrl_train.models.lora import add_adapters, find_adapters, gather_exported_parameters, has_weight_based_init
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel, load_value_model
-from skyrl_train.models.weight_files import placeholders
+from skyrl_train.models.weight_files import use_placeholders
 
 
 def build_model(
@@ -30,11 +30,11 @@ def build_model(
     """Load a model with the head of its role: log-probs for policy and reference, values for the critic.
 
     Args:
-        device: what it will compute on; its parameters are on the CPU.
-        is_trained: it gets the adapters of its settings and, where these ask for it, computes activations again in the
-            backward. What is not trained keeps nothing for a backward.
-        with_weights: False for a model whose weights are to be read: their parameters have shapes only (meta device).
-            Adapters and a critic's head have values, those of a model with weights.
+        device: device it will compute on; its parameters are on the CPU.
+        is_trained: add the configured adapters and activation recomputation. An untrained model keeps nothing for a
+            backward.
+        with_weights: False if the weights are read later: parameters then have only shapes (meta device), while
+            adapters and a critic's head have values.
     """
     trainer = cfg.trainer
     settings: PolicyConfig | CriticConfig | RefConfig = getattr(trainer, name)
@@ -49,12 +49,12 @@ def build_model(
             gradient_checkpointing=trainer.gradient_checkpointing,
             use_reentrant=trainer.gradient_checkpointing_use_reentrant,
         )
-    # Attention written out (`flash_attn=false`) knows padded rows only.
+    # Eager attention (`flash_attn=false`) supports padded rows only.
     dropout = 0.0 if isinstance(settings, RefConfig) else settings.model.lora.dropout
     layout: dict[str, Any] = dict(
         packing=trainer.use_sample_packing and trainer.flash_attn,
         sequence_parallel=sequence_parallel,
-        # With dropout, rows that share tokens would share what is dropped.
+        # With dropout, rows with shared tokens would share the dropout mask.
         share_prefixes=trainer.use_shared_prefixes and not (is_trained and dropout),
     )
     if isinstance(settings, CriticConfig):
@@ -72,13 +72,13 @@ def build_model(
         causal_lm,
         chunk_size=trainer.logprobs_chunk_size,
         compile=compile_scores,
-        replay_setting=replay_setting(settings),
+        replay_setting=get_replay_setting(settings),
         **layout,
     )
 
 
-def replay_setting(settings: PolicyConfig | CriticConfig | RefConfig) -> str | None:
-    """Return the setting that asks for replay of routes in this model, for errors; None: there is none."""
+def get_replay_setting(settings: PolicyConfig | CriticConfig | RefConfig) -> str | None:
+    """Return the setting that requests replay of routes in this model, for errors, or None."""
     if not isinstance(settings, PolicyConfig) or settings.routing_replay == "off":
         return None
     return f"trainer.policy.routing_replay={settings.routing_replay}"
@@ -93,31 +93,31 @@ def _add_adapters(
     if with_weights:
         add_adapters(transformer, lora, setting=f"trainer.{name}.model.lora")
         return
-    with placeholders(transformer):
-        # Values that follow from the weights come from rank 0: here the shapes suffice.
-        add_adapters(transformer, replace(lora, init_method="kaiming") if begins_with_weights(lora) else lora)
+    with use_placeholders(transformer):
+        # Values derived from the weights are sent by rank 0: shapes suffice here.
+        add_adapters(transformer, replace(lora, init_method="kaiming") if has_weight_based_init(lora) else lora)
 
 
-def transformer_of(model: ScoringModel | ValueModel) -> PreTrainedModel:
-    """Return the transformers model inside."""
+def get_transformer(model: ScoringModel | ValueModel) -> PreTrainedModel:
+    """Return the wrapped transformers model."""
     return model.backbone if isinstance(model, ValueModel) else model.causal_lm
 
 
 def gather_parameters(
     model: ScoringModel | ValueModel, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter whole, few at a time, adapters merged, under the names of transformers; a critic's head
+    """Yield every parameter gathered, few at a time, adapters merged, under the names of transformers; a critic's head
     under the name that `load_value_model` reads. A collective."""
-    yield from exported_parameters(transformer_of(model), dtype)
+    yield from gather_exported_parameters(get_transformer(model), dtype)
     if isinstance(model, ValueModel):
         yield f"{model.head_name}.weight", gather_full_tensor(model.head.weight, dtype)
 
 
-def trained_parameters(model: ScoringModel | ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter that is trained, as this rank holds it, under its name in checkpoints: that of
-    `gather_parameters`, or of peft's files for a matrix of an adapter."""
-    transformer = transformer_of(model)
-    matrices = {id(matrix): name for adapter in adapters_of(transformer) for name, matrix in adapter.matrices.items()}
+def iter_trained_parameters(model: ScoringModel | ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield this rank's shard of every trained parameter under its checkpoint name: the name in `gather_parameters`, or
+    in peft's files for adapter matrices."""
+    transformer = get_transformer(model)
+    matrices = {id(matrix): name for adapter in find_adapters(transformer) for name, matrix in adapter.matrices.items()}
     for name, parameter in transformer.named_parameters():
         if parameter.requires_grad:
             yield matrices.get(id(parameter), name.replace(".base_layer.", ".")), parameter

@@ -1,8 +1,8 @@
-"""Attention in bfloat16 on a CPU with few keys: torch's own forward, bit for bit, and its backward in float32.
+"""Attention in bfloat16 on a CPU with few keys: torch's forward, bit-exact, and its backward in float32.
 
 The kernel's backward is slow in bfloat16 with few keys. Forward and backward of 28 rows of 64 queries and 96 keys, one
-thread of an AMD EPYC: 16.0 ms in bfloat16, of which the forward takes 2.9; 8.5 in float32. With 256 keys both take as
-long.
+thread of an AMD EPYC: 16.0 ms in bfloat16 (forward 2.9); 8.5 in float32. With 256 keys both are
+equally fast.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ _backward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu
 
 
 def is_slow_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Check whether `BackwardInFloat32` is the quicker way for queries, keys and values [rows, heads, length, D]."""
+    """Return whether `BackwardInFloat32` is faster for queries, keys and values [rows, heads, length, D]."""
     return (
         all(x.device.type == "cpu" and x.dtype == torch.bfloat16 for x in (q, k, v))
         and k.shape[2] < _FEW_KEYS
-        and q.shape[3] == v.shape[3]  # the kernel takes one width
+        and q.shape[3] == v.shape[3]  # the kernel needs equal head sizes
         and torch.is_grad_enabled()
         and any(x.requires_grad for x in (q, k, v))
         and _forward is not None
@@ -29,13 +29,13 @@ def is_slow_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 class BackwardInFloat32(torch.autograd.Function):
-    """softmax(q k^T scale) v of the kernel that `scaled_dot_product_attention` takes."""
+    """softmax(q k^T scale) v with the kernel of `scaled_dot_product_attention`."""
 
     @classmethod
     def attend(
         cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None, scale: float | None
     ) -> torch.Tensor:
-        """Attend to the keys that `seen` [queries, keys] bool names; None: causal, as many queries as keys."""
+        """Attend to the keys in `seen` [queries, keys] bool; None: causal, with as many queries as keys."""
         mask = None if seen is None else torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
         return cls.apply(q, k, v, mask, scale)  # type: ignore[return-value]
 

@@ -1,8 +1,8 @@
 """Linear layers that compute float32 on a CPU with oneDNN, forward and backward.
 
-torch sends a float32 matrix product on a CPU to its BLAS, though it sends bfloat16 to oneDNN. The BLAS of its x86
-builds (MKL) is not at its best on every processor: on an AMD EPYC with AVX-512, one thread, [3072, 256] x [256, 768],
-it reaches 84 GFLOP/s forward and 86 forward and backward, oneDNN 190 and 139.
+torch uses its BLAS for float32 matrix products on a CPU, but oneDNN for bfloat16. The BLAS of its x86 builds (MKL) is
+slow on some processors: on an AMD EPYC with AVX-512, one thread, [3072, 256] x [256, 768], it reaches 84 GFLOP/s
+forward and 86 forward and backward, oneDNN 190 and 139.
 """
 
 from typing import Any
@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def use_onednn_linear(model: nn.Module) -> None:
-    """Let the linear layers of a model compute float32 on a CPU with oneDNN, in place, where this torch has it.
-    Parameters, their names and the results (to rounding) stay the same; on other devices (a model kept on the CPU may
-    visit a GPU layer by layer) and in other dtypes the layers compute as before."""
+def enable_onednn_linear(model: nn.Module) -> None:
+    """Make the linear layers of a model compute float32 on a CPU with oneDNN, in place, if this torch supports it.
+    Parameters, names and results (up to rounding) do not change; on other devices (a model kept on the CPU may visit a
+    GPU layer by layer) and in other dtypes the layers compute as before."""
     if not torch.backends.mkldnn.is_available():
         return
     for module in model.modules():
@@ -33,9 +33,9 @@ class OneDnnLinear(nn.Linear):
         return product if self.bias is None else product + self.bias
 
 
-def times_transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a b^T of a [N, K] and b [M, K], by the fastest kernel there is. Knows no gradient."""
-    return _times_transposed(a, b) if _is_for_onednn(a, b) else a @ b.t()
+def multiply_transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Compute a b^T of a [N, K] and b [M, K] with the fastest available kernel. Without gradient."""
+    return _multiply_transposed(a, b) if _is_for_onednn(a, b) else a @ b.t()
 
 
 def _is_for_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -49,28 +49,28 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return _times_transposed(x, weight)
+        return _multiply_transposed(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         of_x, of_weight = ctx.needs_input_grad
         return (
-            _times_transposed(grad, weight.t()) if of_x else None,
-            _gradient_of_weight(grad.flatten(0, -2), x.flatten(0, -2)) if of_weight else None,
+            _multiply_transposed(grad, weight.t()) if of_x else None,
+            _compute_weight_gradient(grad.flatten(0, -2), x.flatten(0, -2)) if of_weight else None,
         )
 
 
-def _gradient_of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """dy^T x of dy [tokens, N] and x [tokens, K], with N > K and many tokens as its own transpose x^T dy: the kernel
-    transposes a copy of its first matrix, so the first is the narrower one."""
+def _compute_weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Compute dy^T x of dy [tokens, N] and x [tokens, K]. With N > K and many tokens it is computed as the transpose of
+    x^T dy: the kernel transposes a copy of its first matrix, which should be the narrower one."""
     num_tokens, num_outputs = grad.shape
-    # Whoever accumulates a transposed gradient reads it across its rows: of a large weight that costs more.
+    # Accumulating a transposed gradient reads it across rows, which is slower for a large weight.
     if num_outputs > x.shape[1] and num_tokens > 2 * num_outputs:
-        return _times_transposed(x.t(), grad.t()).t()
-    return _times_transposed(grad.t(), x.t())
+        return _multiply_transposed(x.t(), grad.t()).t()
+    return _multiply_transposed(grad.t(), x.t())
 
 
-def _times_transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a b^T of a [..., K] and b [N, K]. The operator that torch's own compiler uses for linear layers."""
+def _multiply_transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Compute a b^T of a [..., K] and b [N, K] with the operator that torch's compiler uses for linear layers."""
     return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")

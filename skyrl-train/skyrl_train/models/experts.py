@@ -1,6 +1,6 @@
-"""Load statistics of the routers of a mixture of experts, as sums that add up over micro-batches and ranks.
+"""Load statistics of the routers of a mixture of experts, as sums over micro-batches and ranks.
 
-Only for the log: nothing here enters a loss. Shapes: L layers with a router, E experts, n tokens.
+For logging only; not used in any loss. Shapes: L layers with a router, E experts, n tokens.
 """
 
 from collections.abc import Iterator
@@ -14,18 +14,18 @@ from torch import nn
 
 @dataclass(frozen=True)
 class RouterStatistics:
-    """Sums over tokens that are not padding."""
+    """Sums over non-padding tokens."""
 
     counts: torch.Tensor
-    """[L, E]: how often an expert was among the chosen."""
+    """[L, E]: how often each expert was chosen."""
 
     probability_sums: torch.Tensor
-    """[L, E]: of what the softmax over experts gave it."""
+    """[L, E]: sum of the router's softmax probabilities."""
 
     num_tokens: int
 
     num_differing: float = 0.0
-    """Replayed choices that the routers would not have made themselves, over all layers."""
+    """Number of replayed choices that differ from the router's, over all layers."""
 
     def __add__(self, other: "RouterStatistics") -> "RouterStatistics":
         return RouterStatistics(
@@ -35,29 +35,29 @@ class RouterStatistics:
             self.num_differing + other.num_differing,
         )
 
-    def zeros(self) -> "RouterStatistics":
-        """Return the statistics of no tokens, of the same layers and experts."""
+    def build_zeros(self) -> "RouterStatistics":
+        """Return zero statistics with the same layers and experts."""
         return RouterStatistics(torch.zeros_like(self.counts), torch.zeros_like(self.probability_sums), 0)
 
 
-def auxiliary_loss(statistics: RouterStatistics) -> float:
-    """The load-balancing loss of Switch Transformers (https://arxiv.org/abs/2101.03961, eq. 4-6) over the tokens of all
-    layers, as transformers computes it for Mixtral and Qwen:
+def compute_auxiliary_loss(statistics: RouterStatistics) -> float:
+    """Compute the load-balancing loss of Switch Transformers (https://arxiv.org/abs/2101.03961, eq. 4-6) over the
+    tokens of all layers, as in transformers for Mixtral and Qwen:
 
         E sum_e f_e P_e,    f_e = counts_e / (L n),    P_e = probability_sums_e / (L n)
 
-    The number of experts a token goes to if all are used evenly (f sums up to that number), E times that at worst.
+    It equals the number of experts per token for a uniform load (f sums up to that number), and E times that at worst.
     """
     num_layers, num_experts = statistics.counts.shape
     # Layers are averaged, not added, so that models of different depth can be compared.
     total = max(1, num_layers * statistics.num_tokens)
-    # float64: counts of a whole step may be above 2^24, where float32 no longer counts.
+    # float64: counts of a whole step may exceed 2^24, above which float32 is not exact.
     counts, probabilities = statistics.counts.double().sum(dim=0), statistics.probability_sums.double().sum(dim=0)
     return float(num_experts * (counts / total * (probabilities / total)).sum())
 
 
 class RoutingNotes(Protocol):
-    """Choices of the routers in one forward (`routing_replay.RoutingPass`)."""
+    """Router choices of one forward (`routing_replay.RoutingPass`)."""
 
     taken: dict[int, torch.Tensor]
     differing: dict[int, torch.Tensor]
@@ -70,7 +70,7 @@ class _Collected:
     routing: "RoutingNotes | None" = None
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def statistics(self) -> RouterStatistics:
+    def build_statistics(self) -> RouterStatistics:
         counts, sums = zip(*(self.layers[layer] for layer in sorted(self.layers)), strict=True)
         differing = {} if self.routing is None else self.routing.differing
         num_differing = float(sum(each[self.real].sum() for each in differing.values()))
@@ -78,7 +78,7 @@ class _Collected:
 
 
 class Routers:
-    """Statistics of a model's routers. A model without routers has none, at no cost.
+    """Statistics of a model's routers. Free for a model without routers.
 
     Args:
         model: a transformers model. Its routers are the modules that transformers itself would record.
@@ -86,22 +86,22 @@ class Routers:
 
     def __init__(self, model: nn.Module):
         self._collected: _Collected | None = None
-        self.modules = list(routers_of(model))
+        self.modules = list(find_routers(model))
         config = getattr(model, "config", None)
         self._num_chosen = int(getattr(config and config.get_text_config(), "num_experts_per_tok", None) or 1)
         for layer, (router, index) in enumerate(self.modules):
-            router.register_forward_hook(self._listener(layer, index))
+            router.register_forward_hook(self._build_hook(layer, index))
 
     def __bool__(self) -> bool:
         return bool(self.modules)
 
     @contextmanager
-    def listen(self, real: torch.Tensor, routing: RoutingNotes | None = None) -> Iterator[_Collected]:
-        """Collect statistics of the forward inside. A backward that recomputes layers later is not counted.
+    def collect(self, real: torch.Tensor, routing: RoutingNotes | None = None) -> Iterator[_Collected]:
+        """Collect statistics of the enclosed forward. A backward that recomputes layers later is not counted.
 
         Args:
             real: [n] bool, 0 on padding.
-            routing: of this forward, where it is replayed or recorded: the experts taken are counted then.
+            routing: routing of this forward, if replayed or recorded: the experts actually used are then counted.
         """
         self._collected = _Collected(real, self._num_chosen, routing)
         try:
@@ -109,31 +109,30 @@ class Routers:
         finally:
             self._collected = None
 
-    def _listener(self, layer: int, index: int) -> Any:
+    def _build_hook(self, layer: int, index: int) -> Any:
         @torch.no_grad()
-        def hear(module: nn.Module, args: Any, output: Any) -> None:
-            # A backward with gradient checkpointing runs the layer again, outside of `listen`: it must not be counted
+        def on_forward(module: nn.Module, args: Any, output: Any) -> None:
+            # A backward with gradient checkpointing runs the layer again, outside of `collect`: it must not be counted
             # twice.
             if self._collected is None:
                 return
             logits = output[index] if isinstance(output, tuple) else output
-            # float32 whatever the model computes in: a softmax over hundreds of experts in bfloat16 does not sum to
-            # 1.
+            # always float32: a softmax over hundreds of experts in bfloat16 does not sum to 1
             probabilities = logits.detach().float().flatten(0, -2).softmax(dim=-1)[self._collected.real]
             taken = None if self._collected.routing is None else self._collected.routing.taken.get(layer)
             if taken is None:
                 chosen = probabilities.topk(self._collected.num_chosen, dim=-1).indices
             else:
                 chosen = taken[self._collected.real]
-            # minlength, since experts that nobody chose must keep their column: the sums of ranks are added.
+            # minlength keeps the columns of unused experts, because sums of ranks are added
             counts = torch.bincount(chosen.flatten(), minlength=probabilities.shape[-1]).float()
             self._collected.layers[layer] = counts, probabilities.sum(dim=0)
 
-        return hear
+        return on_forward
 
 
-def routers_of(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """Yield router modules in the order of layers, and which of their outputs are the logits."""
+def find_routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """Yield router modules in the order of layers, with the index of the logits in their outputs."""
     for part in model.modules():
         recorders = getattr(part, "_can_record_outputs", None)
         recorder = (recorders or {}).get("router_logits")

@@ -1,9 +1,9 @@
-"""Low-rank adapters (https://arxiv.org/abs/2106.09685), made by peft: W x becomes W x + (alpha / rank) B A x, with W
-frozen and A [rank, in], B [out, rank] trained.
+"""Low-rank adapters (https://arxiv.org/abs/2106.09685), implemented by peft: W x becomes W x + (alpha / rank) B A x,
+with W frozen and A [rank, in], B [out, rank] trained.
 
-Adapters stand inside the transformers model, without a wrapper around it, so that whatever holds a model need not know
-of them. Where weights leave for an engine or a file, they are merged on the way, one tensor at a time; where only the
-adapters are wanted, they are written as peft reads them (`adapter_files.py`).
+Adapters are inserted into the transformers model without a wrapper, so that other modules need not know of them. They
+are merged one tensor at a time when weights are sent to an engine or exported; adapter-only files use peft's format
+(`adapter_files.py`).
 """
 
 import logging
@@ -17,52 +17,52 @@ from torch import nn
 from skyrl_train.config import LoRAConfig
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor, gather_full_tensors
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.cpu_linear import OneDnnLinear, use_onednn_linear
-from skyrl_train.models.persistent_buffers import persistent_buffers
-from skyrl_train.models.weight_files import name_in_files, planned_dtypes
+from skyrl_train.models.cpu_linear import OneDnnLinear, enable_onednn_linear
+from skyrl_train.models.persistent_buffers import iter_persistent_buffers
+from skyrl_train.models.weight_files import get_name_in_files, plan_dtypes
 
-if TYPE_CHECKING:  # a process without adapters does without peft, which takes most of a second to import
+if TYPE_CHECKING:  # a process without adapters avoids importing peft, which takes most of a second
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
-ADAPTER = "default"  # peft's name for the one adapter there is; it does not appear in files
-INIT_METHODS = ("kaiming", "gaussian", "orthogonal", "olora", "pissa")  # those that need the weights alone, no data
+ADAPTER = "default"  # peft's name of the only adapter; it does not appear in files
+INIT_METHODS = ("kaiming", "gaussian", "orthogonal", "olora", "pissa")  # methods that need the weights only, no data
 PARTS_OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """Module names that peft treats as parts of experts, anywhere in a model, if the model's experts are fused."""
 
 
-def begins_with_weights(config: LoRAConfig) -> bool:
-    """Return whether adapters begin as parts of the weights that they stand beside, which peft then changes."""
+def has_weight_based_init(config: LoRAConfig) -> bool:
+    """Return whether the initialization moves parts of the adapted weights into the adapters, changing the weights."""
     return config.rank > 0 and config.init_method.startswith(("olora", "pissa"))
 
 
 def add_adapters(model: "PreTrainedModel", config: LoRAConfig, *, setting: str = "model.lora") -> None:
     """Add adapters to layers of a model and freeze everything else, in place. Call it before sharding.
 
-    `all-linear` means every linear layer of the decoder (none of a part for images) but the output layer. Experts that
-    are fused into parameters of three dimensions, and their router, have no linear layers and get no adapter: in such a
-    model only the layers around them (attention) do.
+    `all-linear` means all linear layers of the decoder (not of an image encoder) except the output layer. Experts fused
+    into three-dimensional parameters, and their router, have no linear layers and get no adapter: in such a model only
+    the surrounding layers (attention) do.
 
     Args:
-        model: whole, on one device, the same on every rank; its random state decides how adapters begin.
-        setting: where `config` stands, for errors.
+        model: unsharded, on one device, equal on all ranks; its random state determines the initialization.
+        setting: name of the section `config`, for errors.
 
     Raises:
-        ConfigError: a name fits no layer, or one that cannot have an adapter here; an unknown way to begin.
+        ConfigError: a name matches no layer, or an unsupported one; an unknown initialization.
     """
     from peft import inject_adapter_in_model
 
     try:
-        inject_adapter_in_model(_peft_config(model, config, setting), model, adapter_name=ADAPTER)
+        inject_adapter_in_model(_build_peft_config(model, config, setting), model, adapter_name=ADAPTER)
     except ValueError as error:
         raise ConfigError(f"{setting}.target_modules={config.target_modules!r}: {error}") from error
-    _refuse_what_cannot_be_merged(model, config, setting)
-    # The matrices A and B are new linear layers: they compute as those of the base do.
+    _check_mergeable(model, config, setting)
+    # A and B are new linear layers: they use the same kernels as the base layers.
     if any(isinstance(module, OneDnnLinear) for module in model.modules()):
-        use_onednn_linear(model)
-    kinds = {adapter.layer.rpartition(".")[2] for adapter in adapters_of(model)}
+        enable_onednn_linear(model)
+    kinds = {adapter.layer.rpartition(".")[2] for adapter in find_adapters(model)}
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     logger.info(
         "adapters of rank %d on %s: %s of %s parameters are trained%s",
@@ -74,7 +74,7 @@ def add_adapters(model: "PreTrainedModel", config: LoRAConfig, *, setting: str =
     )
 
 
-def _peft_config(model: "PreTrainedModel", config: LoRAConfig, setting: str) -> "LoraConfig":
+def _build_peft_config(model: "PreTrainedModel", config: LoRAConfig, setting: str) -> "LoraConfig":
     from peft import LoraConfig
 
     if config.init_method.partition("_niter_")[0] not in INIT_METHODS:
@@ -83,10 +83,10 @@ def _peft_config(model: "PreTrainedModel", config: LoRAConfig, setting: str) -> 
             f"got {config.init_method!r}"
         )
     targets = config.target_modules
-    if targets == "all-linear" and (has_fused_experts(model) or parts_beside_decoder(model)):
-        # peft's own `all-linear` would also take parts of experts by name, and fail at parameters of three
-        # dimensions, and layers that text does not reach.
-        targets = _linear_layers_beside_experts(model)
+    if targets == "all-linear" and (has_fused_experts(model) or find_non_text_modules(model)):
+        # peft's own `all-linear` would also select parts of experts by name, and fail at three-dimensional parameters,
+        # and select layers that text does not reach.
+        targets = _find_linear_layers_near_experts(model)
     return LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -99,7 +99,7 @@ def _peft_config(model: "PreTrainedModel", config: LoRAConfig, setting: str) -> 
 
 
 def has_fused_experts(model: "PreTrainedModel") -> bool:
-    """Return whether a model has experts whose matrices are one parameter."""
+    """Return whether the matrices of a model's experts are one parameter."""
     return any(
         parameter.dim() == 3
         for module in model.get_decoder().modules()
@@ -108,18 +108,18 @@ def has_fused_experts(model: "PreTrainedModel") -> bool:
     )
 
 
-def parts_beside_decoder(model: "PreTrainedModel") -> set[str]:
-    """Return the names of modules with parameters, beside decoder and output layer, that text does not reach: those for
-    images."""
+def find_non_text_modules(model: "PreTrainedModel") -> set[str]:
+    """Return the names of modules with parameters that text does not reach, outside of decoder and output layer: image
+    encoders."""
     decoder = model.get_decoder()
     inside = {id(module) for module in (*decoder.modules(), model.get_output_embeddings())}
-    # Modules that hold the decoder are no part beside it.
+    # Modules that contain the decoder do not count.
     around = {id(module) for module in model.modules() if any(part is decoder for part in module.modules())}
     return {name for name, module in model.named_modules() if id(module) not in inside | around}
 
 
-def _linear_layers_beside_experts(model: "PreTrainedModel") -> list[str]:
-    output_layer, beside = model.get_output_embeddings(), parts_beside_decoder(model)
+def _find_linear_layers_near_experts(model: "PreTrainedModel") -> list[str]:
+    output_layer, beside = model.get_output_embeddings(), find_non_text_modules(model)
     of_experts = PARTS_OF_EXPERTS if has_fused_experts(model) else frozenset[str]()
     return [
         name
@@ -131,9 +131,9 @@ def _linear_layers_beside_experts(model: "PreTrainedModel") -> list[str]:
     ]
 
 
-def _refuse_what_cannot_be_merged(model: "PreTrainedModel", config: LoRAConfig, setting: str) -> None:
-    """Refuse adapters that log-probs or exports would miss: of embeddings and the output layer (log-probs come from
-    hidden states and the output layer's weight), and of fused experts (exports)."""
+def _check_mergeable(model: "PreTrainedModel", config: LoRAConfig, setting: str) -> None:
+    """Reject adapters that log-probs or exports would ignore: of embeddings and the output layer (log-probs are
+    computed from hidden states and the output layer's weight), and of fused experts (exports)."""
     from peft.tuners.lora import Linear as AdaptedLinear
     from peft.tuners.lora import LoraLayer
 
@@ -151,7 +151,7 @@ def _refuse_what_cannot_be_merged(model: "PreTrainedModel", config: LoRAConfig, 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Adapter of one layer: its weight has `scaling` B A added."""
+    """Adapter of one layer: adds `scaling` B A to its weight."""
 
     layer: str
     """The layer's name in the transformers model."""
@@ -160,27 +160,26 @@ class Adapter:
     b: nn.Parameter
     scaling: float
     is_transposed: bool
-    """True if the layer stores its weight as [in, out] (GPT-2 does)."""
+    """True if the layer stores its weight as [in, out] (GPT-2)."""
 
     @property
     def matrices(self) -> dict[str, nn.Parameter]:
-        """A and B under their names in peft's files."""
+        """A and B by their names in peft's files."""
         prefix = f"base_model.model.{self.layer}"
         return {f"{prefix}.lora_A.weight": self.a, f"{prefix}.lora_B.weight": self.b}
 
-    def merged_into(self, weight: torch.Tensor) -> torch.Tensor:
-        """A new tensor, from the layer's whole weight. A collective."""
-        # Both gathers on every rank, in this order: they are collectives, and ranks that differ in it wait for each
-        # other.
+    def merge_into(self, weight: torch.Tensor) -> torch.Tensor:
+        """Merge into the layer's gathered weight and return a new tensor. A collective."""
+        # Both gathers on every rank, in this order: they are collectives, and ranks with different orders deadlock.
         a, b = gather_full_tensor(self.a), gather_full_tensor(self.b)
-        # (B A)^T = A^T B^T: for a layer that keeps [in, out] the product is transposed without a copy.
+        # (B A)^T = A^T B^T: for a layer that stores [in, out] the product is transposed without a copy.
         left, right = (a.t(), b.t()) if self.is_transposed else (b, a)
         return torch.addmm(weight.float(), left, right, alpha=self.scaling)
 
 
-def adapters_of(model: nn.Module) -> Iterator[Adapter]:
-    """The adapters of a transformers model, in its order."""
-    if "peft_config" not in vars(model):  # peft leaves it where it puts adapters
+def find_adapters(model: nn.Module) -> Iterator[Adapter]:
+    """Return the adapters of a transformers model, in its order."""
+    if "peft_config" not in vars(model):  # peft leaves it on adapted modules
         return
     from peft.tuners.lora import Linear as AdaptedLinear
 
@@ -195,37 +194,40 @@ def adapters_of(model: nn.Module) -> Iterator[Adapter]:
             )
 
 
-def exported_parameters(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter whole, under the name that transformers gives it, with its adapter merged: W + (alpha /
-    rank) B A. In the same order on every rank, few at a time; tied parameters appear once. Then the buffers that
-    checkpoints hold, as they are. A collective.
+def gather_exported_parameters(
+    model: nn.Module, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter gathered, under its name in transformers, with its adapter merged: W + (alpha / rank) B A.
+    In the same order on every rank, few at a time; tied parameters appear once. Persistent buffers follow, unchanged. A
+    collective.
 
     Args:
-        model: a transformers model, or what holds one as `causal_lm`; with or without adapters, sharded or not.
-        dtype: what parameters are cast to, but for those that transformers keeps in float32 then. Each rank casts its
-            part before it travels: the same bits for half the traffic; a weight with an adapter is cast after merging.
+        model: a transformers model, or an object with one as `causal_lm`; with or without adapters, sharded or not.
+        dtype: dtype to cast parameters to, except for those that transformers then keeps in float32. Each rank casts
+            its
+            shard before sending: the same bits for half the traffic; a weight with an adapter is cast after merging.
     """
-    causal_lm: Any = transformers_model(model)
-    planned = planned_dtypes(causal_lm, dtype)
-    adapters = {f"{adapter.layer}.base_layer.weight": adapter for adapter in adapters_of(causal_lm)}
+    causal_lm: Any = get_transformers_model(model)
+    planned = plan_dtypes(causal_lm, dtype)
+    adapters = {f"{adapter.layer}.base_layer.weight": adapter for adapter in find_adapters(causal_lm)}
     matrices = {id(matrix) for adapter in adapters.values() for matrix in adapter.matrices.values()}
 
-    def travelling() -> Iterator[tuple[tuple[str, torch.dtype, Adapter | None], torch.Tensor, torch.dtype]]:
+    def iter_for_gather() -> Iterator[tuple[tuple[str, torch.dtype, Adapter | None], torch.Tensor, torch.dtype]]:
         for name, parameter in causal_lm.named_parameters():
-            # By identity: names of A and B differ with peft's version, and they are exported merged only.
+            # By identity: names of A and B differ between peft's versions, and they are exported merged only.
             if id(parameter) in matrices:
                 continue
-            own_name = name_in_files(name)
+            own_name = get_name_in_files(name)
             own_dtype = planned(own_name) or dtype
             adapter = adapters.get(name)
             yield (own_name, own_dtype, adapter), parameter, own_dtype if adapter is None else parameter.dtype
 
-    for (name, own_dtype, adapter), whole in gather_full_tensors(travelling()):
-        yield name, whole if adapter is None else adapter.merged_into(whole).to(own_dtype)
-    # Every rank has them whole. They keep their dtype: a routing bias in bfloat16 would choose other experts.
-    yield from persistent_buffers(causal_lm)
+    for (name, own_dtype, adapter), whole in gather_full_tensors(iter_for_gather()):
+        yield name, whole if adapter is None else adapter.merge_into(whole).to(own_dtype)
+    # Every rank holds them unsharded. They keep their dtype: a routing bias in bfloat16 would choose other experts.
+    yield from iter_persistent_buffers(causal_lm)
 
 
-def transformers_model(model: nn.Module) -> nn.Module:
-    """The transformers model in what holds one as `causal_lm`, or `model` itself."""
+def get_transformers_model(model: nn.Module) -> nn.Module:
+    """Return the transformers model of an object that has one as `causal_lm`, or `model` itself."""
     return getattr(model, "causal_lm", model)

@@ -1,7 +1,7 @@
-"""Layout of the rows of a micro-batch before the model: end to end without padding, or padded; and its inverse.
+"""Layout of the rows of a micro-batch for the model, packed without padding or padded, and its inverse.
 
 Shapes: B rows, T columns (prompts padded on the left, responses on the right), R response columns, N real tokens, M
-response tokens that are scored.
+scored response tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,50 +17,50 @@ import torch.nn.functional as F
 from skyrl_train.distributed.ulysses import SequenceParallel
 
 _SHORTEST_PREFIX = 16
-"""Tokens from which on a prefix is shared: the first tokens of a chat template are not worth an attention call."""
+"""Minimum length of a shared prefix: the first tokens of a chat template are not worth an attention call."""
 
 
 class RowGroup(NamedTuple):
-    """Consecutive rows of nearly the same length whose prefixes have the same length."""
+    """Consecutive rows of similar length with prefixes of equal length."""
 
     start: int
-    """Place of the first row's first own token."""
+    """Index of the first own token of the first row."""
 
     lengths: tuple[int, ...]
     """Own tokens of each row."""
 
     prefix: int = 0
-    """Tokens of each row's prefix, which another row holds."""
+    """Tokens of each row's prefix, which are stored in another row."""
 
     keys_start: int = 0
-    """Place in `PackedRows.keys` of the first row's first key."""
+    """Index in `PackedRows.keys` of the first row's first key."""
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Lengths and positions of rows that lie end to end, for attention.
+    """Lengths and positions of packed rows, for attention.
 
-    Rows that begin with the same tokens form a tree: the first holds them, the others hold only what follows and attend
-    to them there.
+    Rows with a common prefix form a tree: the first row stores the prefix, the others store only the remaining tokens
+    and attend to it there.
     """
 
     lengths: tuple[int, ...]
-    """Own tokens of each row: all of them, or those behind its shared prefix."""
+    """Own tokens of each row: all, or those after its shared prefix."""
 
     boundaries: torch.Tensor
-    """[rows + 1] int32: where each row begins, and where the last one ends."""
+    """[rows + 1] int32: start of each row, and end of the last."""
 
     sequence_parallel: SequenceParallel | None = None
     windows: list[int | None] = field(default_factory=list)
-    """The sliding window of each attention layer that saw these rows, in order: `check_scoring` reads it."""
+    """Sliding window of each attention layer that saw these rows, in order; read by `check_scoring`."""
     softcaps: list[float | None] = field(default_factory=list)
-    """The cap on the scores of each."""
+    """Score cap of each such layer."""
 
     prefixes: tuple[int, ...] = ()
-    """Tokens of each row's shared prefix. Empty: no row shares."""
+    """Length of each row's shared prefix. Empty: no sharing."""
 
     keys: torch.Tensor | None = None
-    """Row after row the places of the tokens that it attends to: its prefix and its own. None: its own alone."""
+    """Token indices that each row attends to, row by row: its prefix and its own tokens. None: only own tokens."""
 
     @cached_property
     def num_keys(self) -> tuple[int, ...]:
@@ -71,14 +71,16 @@ class PackedRows:
 
     @cached_property
     def key_boundaries(self) -> torch.Tensor:
-        """[rows + 1] int32: where each row's keys begin, and where the last one's end."""
+        """[rows + 1] int32: start of each row's keys, and end of the last."""
         if not self.prefixes:
             return self.boundaries
         return torch.tensor([0, *self.num_keys]).cumsum(0).to(self.boundaries.device, torch.int32)
 
     @cached_property
     def groups(self) -> list[RowGroup]:
-        """The rows in groups that waste at most a fifth of a row on padding. Few, as rows come longest first."""
+        """Rows in groups that waste at most a fifth of a row on padding. Few groups, because rows are sorted longest
+        first.
+        """
         prefixes = self.prefixes or (0,) * len(self.lengths)
         groups: list[RowGroup] = []
         start, keys_start, members, prefix = 0, 0, [self.lengths[0]], prefixes[0]
@@ -90,11 +92,11 @@ class PackedRows:
             members.append(length)
         return [*groups, RowGroup(start, tuple(members), prefix, keys_start)]
 
-    def by_rows(self, compute: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        """Apply a causal function of whole rows to tensors of all tokens. Rows without shared prefixes, on one rank.
+    def apply_by_rows(self, compute: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        """Apply a causal function of rows to tensors of all tokens. Requires rows without shared prefixes, on one rank.
 
         Args:
-            compute: from tensors [G, L, …] of rows of nearly one length, padded behind, to [G, L, …].
+            compute: maps tensors [G, L, …] of rows of similar length, padded at the end, to [G, L, …].
             tensors: [N, …]
         Returns: [N, …]
         """
@@ -104,51 +106,51 @@ class PackedRows:
             batch = [
                 to_batch(x, group.lengths)[:, 0].unflatten(2, y.shape[1:]) for x, y in zip(own, tensors, strict=True)
             ]
-            # Padding lies behind each row, where a causal function never looks.
+            # Padding follows each row, where a causal function never looks.
             answer = compute(*batch)
             answers.append(from_batch(answer.flatten(2)[:, None], group.lengths)[0].unflatten(1, answer.shape[2:]))
         return torch.cat(answers)
 
 
 class _SharedPrefixes(NamedTuple):
-    """Beginnings of prompts that several rows of a batch have. The first such row holds them."""
+    """Prompt prefixes that several rows of a batch share. The first such row stores them."""
 
     lengths: torch.Tensor
-    """[B]: tokens of each row that an earlier one holds."""
+    """[B]: tokens of each row that are stored in an earlier one."""
 
     last: torch.Tensor
-    """[B]: place of the last of these tokens; -1 without any."""
+    """[B]: index of the last of these tokens; -1 without any."""
 
     order: torch.Tensor
-    """[B]: rows in the order of their own tokens: by length of the prefix, then the longest first."""
+    """[B]: rows in storage order: by length of the prefix, then longest first."""
 
     of_rows: tuple[int, ...]
-    """`lengths` of the rows that have tokens of their own, in order."""
+    """`lengths` of the rows with own tokens, in order."""
 
     keys: torch.Tensor
-    """Places of all tokens of these rows."""
+    """Indices of all tokens of these rows."""
 
-    def predictors(self, scored: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Return the places whose hidden states predict scored tokens [M]: each one's place before it or, for the first
-        of a row's own tokens, the last of its prefix.
+    def find_predictors(self, scored: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Return the indices whose hidden states predict scored tokens [M]: the previous token or, for the first own
+        token of a row, the last token of its prefix.
 
         Args:
-            scored: their places.
-            row, position: [M] row in the batch, and position there, of each.
+            scored: their indices.
+            row, position: [M] batch row and position in that row of each.
         """
         return torch.where(position == self.lengths[row], self.last[row], scored - 1)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A micro-batch as the model sees it, and where what is computed belongs. With sequence parallelism the first four
-    and `cells` are this rank's slice of the tokens."""
+    """A micro-batch in the model's layout, with the mapping of results to the batch. With sequence parallelism the
+    first four fields and `cells` are this rank's slice of the tokens."""
 
     input_ids: torch.Tensor
     """[b, n]: [1, N] packed, [B, T] padded."""
 
     position_ids: torch.Tensor
-    """[b, n]: of each token in its own row."""
+    """[b, n]: position of each token in its row."""
 
     real: torch.Tensor
     """[b n] bool: 0 on padding."""
@@ -160,20 +162,19 @@ class Layout:
     """None if padded."""
 
     predictors: torch.Tensor
-    """[M]: of each scored token, the place in [b n] (of all ranks) whose hidden state predicts it: that of the token
-    before it."""
+    """[M]: index in [b n] (over all ranks) of the token before each scored token, whose hidden state predicts it."""
 
     labels: torch.Tensor
     """[M]: the scored tokens."""
 
     destinations: torch.Tensor
-    """[M]: their places in the response columns [B R]."""
+    """[M]: their indices in the response columns [B R]."""
 
     shape: tuple[int, int]
     """B and R."""
 
     cells: torch.Tensor
-    """[b n]: of each token its place in the batch [B T]; -1 for padding."""
+    """[b n]: index of each token in the batch [B T]; -1 for padding."""
 
     @cached_property
     def own(self) -> torch.Tensor | None:
@@ -181,16 +182,16 @@ class Layout:
         ranks = self.rows and self.rows.sequence_parallel
         if ranks is None:
             return None
-        # Slices are equal and consecutive, so a place divided by their length is the rank that holds it.
+        # Slices are equal and consecutive, so an index divided by their length is the rank that holds it.
         return (self.predictors // self.input_ids.numel() == ranks.rank).nonzero()[:, 0]
 
-    def inputs(self) -> dict[str, Any]:
+    def build_inputs(self) -> dict[str, Any]:
         """Return the arguments of a transformers model."""
         inputs = dict(input_ids=self.input_ids, position_ids=self.position_ids, attention_mask=self.attention_mask)
         return inputs if self.rows is None else inputs | dict(packed_rows=self.rows)
 
-    def take(self, values: torch.Tensor, fill: int) -> torch.Tensor:
-        """Return values [B, T, ...] of the batch in the order of this layout's tokens, [b n, ...].
+    def gather_from_batch(self, values: torch.Tensor, fill: int) -> torch.Tensor:
+        """Gather values [B, T, ...] of the batch in the order of this layout's tokens, [b n, ...].
 
         Args:
             fill: value of padding.
@@ -199,13 +200,13 @@ class Layout:
         taken[self.cells < 0] = fill
         return taken
 
-    def put(self, values: torch.Tensor, num_columns: int, fill: int) -> torch.Tensor:
-        """Arrange values [b n, ...] of this layout's tokens in the batch, [B, T, ...]. A collective with sequence
-        parallelism, where each rank gives those of its slice.
+    def scatter_to_batch(self, values: torch.Tensor, num_columns: int, fill: int) -> torch.Tensor:
+        """Scatter values [b n, ...] of this layout's tokens to the batch, [B, T, ...]. A collective with sequence
+        parallelism, where each rank passes its slice.
 
         Args:
             num_columns: T.
-            fill: value of places without a token.
+            fill: value of cells without a token.
         """
         cells, ranks = self.cells, self.rows and self.rows.sequence_parallel
         if ranks is not None:
@@ -215,43 +216,43 @@ class Layout:
         whole[cells[is_token]] = values[is_token]
         return whole.unflatten(0, (self.shape[0], num_columns))
 
-    def scored(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Select from hidden states [b, n, H] those that predict the scored tokens of this rank, and these tokens."""
+    def select_scored(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Select the hidden states, from [b, n, H], that predict the scored tokens of this rank, and these tokens."""
         hidden = hidden.flatten(0, 1)
         if self.own is None:
             return hidden.index_select(0, self.predictors), self.labels
-        # `predictors` count places over all ranks; the remainder is the place in this rank's slice.
+        # `predictors` are indices over all ranks; the remainder is the index in this rank's slice.
         return hidden.index_select(0, self.predictors[self.own] % len(hidden)), self.labels[self.own]
 
-    def scored_columns(self, columns: torch.Tensor) -> torch.Tensor:
-        """Select from response columns [B, R, ...] those of the scored tokens of this rank, in their order."""
+    def select_scored_columns(self, columns: torch.Tensor) -> torch.Tensor:
+        """Select the scored tokens of this rank from response columns [B, R, ...], in their order."""
         selected = columns.flatten(0, 1).index_select(0, self.destinations)
         return selected if self.own is None else selected[self.own]
 
-    def place(self, values: torch.Tensor) -> torch.Tensor:
-        """Arrange values [M, ...] of `scored` tokens in [B, R, ...], 0 at padding. A collective with sequence
+    def scatter_scored(self, values: torch.Tensor) -> torch.Tensor:
+        """Scatter values [M, ...] of scored tokens to [B, R, ...], 0 at padding. A collective with sequence
         parallelism."""
         if self.own is not None:
             assert self.rows is not None and self.rows.sequence_parallel is not None
-            # Ranks own different numbers of scored tokens, and a gather wants equal shapes: each rank's values are
-            # filled up to the largest number.
+            # Ranks own different numbers of scored tokens, but a gather needs equal shapes: values are padded to the
+            # largest number.
             ranks = self.rows.sequence_parallel
             owners = self.predictors // self.input_ids.numel()
             counts = owners.bincount(minlength=ranks.size)
             width = max(1, int(counts.max()))
             filled = torch.cat([values, values.new_zeros(width - len(values), *values.shape[1:])])
-            # Every rank gets all values and computes the same loss; the gather's backward hands each its own
-            # gradients.
+            # Every rank gets all values and computes the same loss; the gather's backward returns its own gradients to
+            # each.
             is_value = torch.arange(width, device=owners.device) < counts[:, None]
             by_owner = ranks.gather(filled, 0)[is_value.flatten()]
             values = by_owner.index_select(0, owners.argsort(stable=True).argsort())
-        # No view of a flat tensor: FSDP hooks into what a model returns, and warns of views.
-        # index_put out of place: its backward reaches `values`, and what nobody writes stays an exact 0.
+        # Not a view of a flat tensor: FSDP hooks into module outputs, and warns of views. index_put out of place: its
+        # backward reaches `values`, and unwritten cells stay an exact 0.
         rows, columns = self.destinations // self.shape[1], self.destinations % self.shape[1]
         return values.new_zeros(*self.shape, *values.shape[1:]).index_put((rows, columns), values)
 
 
-def packed(
+def pack_rows(
     sequences: torch.Tensor,
     attention_mask: torch.Tensor,
     num_response: int,
@@ -259,44 +260,44 @@ def packed(
     multiple_of: int = 1,
     share_prefixes: bool = False,
 ) -> Layout:
-    """Real tokens end to end, the longest row first (rows of a length lie together, which `PackedRows.groups` uses).
-    A batch without any, or a number that the ranks do not divide, gets a row of padding.
+    """Pack real tokens without padding, longest row first (so that rows of similar length are adjacent for
+    `PackedRows.groups`). A batch without tokens, or with a number that the ranks do not divide, gets a row of padding.
 
     Args:
         sequences, attention_mask: [B, T]; the last `num_response` columns are the response.
-        multiple_of: fill up to a multiple of this number of tokens.
-        share_prefixes: tokens of a prompt that another row begins with, too, are laid out once.
+        multiple_of: pad to a multiple of this number of tokens.
+        share_prefixes: store prompt prefixes that several rows share only once.
     """
-    layout = _end_to_end(sequences, attention_mask.bool(), num_response, share_prefixes)
+    layout = _pack_tokens(sequences, attention_mask.bool(), num_response, share_prefixes)
     if sequence_parallel is None:
-        return _filled_up(layout, multiple_of)
-    return _slice_of(_filled_up(layout, sequence_parallel.size), sequence_parallel)
+        return _pad_tokens(layout, multiple_of)
+    return _slice_for_rank(_pad_tokens(layout, sequence_parallel.size), sequence_parallel)
 
 
-def _end_to_end(sequences: torch.Tensor, mask: torch.Tensor, num_response: int, share_prefixes: bool) -> Layout:
-    """Lay out real tokens alone, on one rank. See `packed`."""
-    shared = _shared_prefixes(sequences, mask, num_response) if share_prefixes else None
-    # Stable, so that rows of one length keep their order and the same batch has the same numbers on every run.
+def _pack_tokens(sequences: torch.Tensor, mask: torch.Tensor, num_response: int, share_prefixes: bool) -> Layout:
+    """Pack real tokens on one rank. See `pack_rows`."""
+    shared = _find_shared_prefixes(sequences, mask, num_response) if share_prefixes else None
+    # Stable, so that rows of equal length keep their order and the same batch gives the same numbers on every run.
     order = mask.sum(dim=1).argsort(descending=True, stable=True) if shared is None else shared.order
     sequences, mask = sequences[order], mask[order]
     positions = mask.cumsum(dim=1) - 1
     if shared is not None:
-        # What another row holds is no token of this one; positions still count it.
+        # Tokens stored in another row are not stored here; positions still count them.
         mask = mask & (positions >= shared.lengths[order, None])
-    # Empty rows vanish here: attention kernels refuse a length of 0.
+    # Empty rows are dropped here: attention kernels reject a length of 0.
     lengths = [length for length in mask.sum(dim=1).tolist() if length]
     # The column of each token within the response: negative in the prompt.
     columns = torch.arange(-mask.shape[1], 0, device=mask.device) + num_response
     input_ids, position_ids = sequences[mask], positions[mask]
     width = mask.shape[1]
-    # A row's first token has nothing before it: it is not scored.
+    # The first token of a row has no predecessor: it is not scored.
     scored = (mask & (positions > 0) & (columns >= 0))[mask].nonzero()[:, 0]
     predictors, prefixes, keys = scored - 1, (), None
     if shared is not None:
         prefixes, keys = shared.of_rows, shared.keys
         rows = order[:, None].expand_as(mask)[mask]
-        predictors = shared.predictors(scored, rows[scored], position_ids[scored])
-    # int32 is what variable-length attention kernels take.
+        predictors = shared.find_predictors(scored, rows[scored], position_ids[scored])
+    # variable-length attention kernels need int32
     boundaries = torch.tensor([0, *lengths]).cumsum(0).to(mask.device, torch.int32)
     return Layout(
         input_ids=input_ids[None],
@@ -306,17 +307,17 @@ def _end_to_end(sequences: torch.Tensor, mask: torch.Tensor, num_response: int, 
         rows=PackedRows(tuple(lengths), boundaries, prefixes=prefixes, keys=keys),
         predictors=predictors,
         labels=input_ids[scored],
-        # `order` maps sorted rows back to those of the batch.
+        # `order` maps sorted rows to batch rows
         destinations=(order[:, None] * num_response + columns)[mask][scored],
         shape=(mask.shape[0], num_response),
         cells=(order[:, None] * width + torch.arange(width, device=mask.device))[mask],
     )
 
 
-def _filled_up(layout: Layout, unit: int) -> Layout:
-    """Add a row of padding that makes the number of tokens a multiple of `unit`, if it is none or 0."""
+def _pad_tokens(layout: Layout, unit: int) -> Layout:
+    """Add a row of padding so that the number of tokens is a nonzero multiple of `unit`."""
     rows, num_tokens = layout.rows, layout.input_ids.numel()
-    # Also a batch without tokens gets a row: its rank must meet the others in every forward and backward.
+    # Also a batch without tokens gets a row: its rank must join the others in every forward and backward.
     padding = -num_tokens % unit if num_tokens else unit
     if not padding or rows is None:
         return layout
@@ -330,7 +331,7 @@ def _filled_up(layout: Layout, unit: int) -> Layout:
         position_ids=torch.cat([layout.position_ids, places[None]], dim=1),
         real=F.pad(layout.real, (0, padding)),
         cells=F.pad(layout.cells, (0, padding), value=-1),
-        # A row of its own: attention of real tokens does not see it.
+        # A separate row: real tokens do not attend to it.
         rows=replace(
             rows,
             lengths=(*rows.lengths, padding),
@@ -341,7 +342,7 @@ def _filled_up(layout: Layout, unit: int) -> Layout:
     )
 
 
-def _slice_of(layout: Layout, ranks: SequenceParallel) -> Layout:
+def _slice_for_rank(layout: Layout, ranks: SequenceParallel) -> Layout:
     """Return this rank's slice of the tokens."""
     assert layout.rows is not None
     return replace(
@@ -355,58 +356,59 @@ def _slice_of(layout: Layout, ranks: SequenceParallel) -> Layout:
 
 
 class PrefixOrder(NamedTuple):
-    """Rows of a batch sorted by their tokens, so that each lies behind one that it shares most with. Of several that
-    begin alike, the one with the shortest prompt comes first: its response may be a part of the others' prompts
+    """Rows of a batch sorted by their tokens, so that each follows a row with the longest common prefix. Among rows
+    with a common prefix, the one with the shortest prompt is first: its response may be a part of the other prompts
     (branches of a conversation), and only prompts are shared."""
 
     rows: list[int]
     """Rows in this order."""
 
     shared: list[int]
-    """Of each row (in the order of the batch) the tokens of its prompt that it shares with the row before it here."""
+    """For each batch row, the number of prompt tokens shared with the previous row in this order."""
 
 
-def prefix_order(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> PrefixOrder:
+def compute_prefix_order(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> PrefixOrder:
     """Sort rows [B, T] by their tokens; the last `num_response` columns are the response."""
     mask = attention_mask.bool()
-    return _prefix_order(_tokens_of_rows(sequences, mask), mask, num_response)
+    return _compute_prefix_order(_extract_rows(sequences, mask), mask, num_response)
 
 
-def _tokens_of_rows(sequences: torch.Tensor, mask: torch.Tensor) -> list[np.ndarray[Any, Any]]:
+def _extract_rows(sequences: torch.Tensor, mask: torch.Tensor) -> list[np.ndarray[Any, Any]]:
     return [row[is_token].cpu().numpy() for row, is_token in zip(sequences, mask, strict=True)]
 
 
-def _prefix_order(rows: list[np.ndarray[Any, Any]], mask: torch.Tensor, num_response: int) -> PrefixOrder:
+def _compute_prefix_order(rows: list[np.ndarray[Any, Any]], mask: torch.Tensor, num_response: int) -> PrefixOrder:
     num_prompt = mask[:, : mask.shape[1] - num_response].sum(dim=1).tolist()
     by_tokens = sorted(range(len(rows)), key=lambda row: rows[row].tobytes())
-    common = [_num_common(rows[before], rows[row]) for before, row in pairwise(by_tokens)]
-    order = _shortest_prompts_first(by_tokens, common, num_prompt)
+    common = [_count_common(rows[before], rows[row]) for before, row in pairwise(by_tokens)]
+    order = _sort_shortest_prompts_first(by_tokens, common, num_prompt)
     lengths = [0] * len(rows)
     for before, row in pairwise(order):
-        num_shared = min(_num_common(rows[before], rows[row]), num_prompt[row])
+        num_shared = min(_count_common(rows[before], rows[row]), num_prompt[row])
         lengths[row] = num_shared if num_shared >= _SHORTEST_PREFIX else 0
     return PrefixOrder(order, lengths)
 
 
-def _num_common(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> int:
-    """Return the number of tokens up to the first that differs."""
+def _count_common(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> int:
+    """Return the length of the common prefix."""
     num_compared = min(len(left), len(right))
     differs = left[:num_compared] != right[:num_compared]
     return int(differs.argmax()) if differs.any() else num_compared
 
 
-def _shortest_prompts_first(by_tokens: list[int], common: list[int], num_prompt: list[int]) -> list[int]:
-    """Reorder the prefix tree of sorted rows: of the subtrees of each node the one with the shortest prompt first.
+def _sort_shortest_prompts_first(by_tokens: list[int], common: list[int], num_prompt: list[int]) -> list[int]:
+    """Reorder the prefix tree of sorted rows: among the subtrees of each node, the one with the shortest prompt is
+    first.
 
     Args:
-        common: tokens that each row but the first has in common with the one before it.
+        common: number of tokens that each row but the first has in common with the previous one.
     """
 
     def merge_subtrees(subtrees: list[tuple[int, list[int]]]) -> tuple[int, list[int]]:
         ordered = sorted(subtrees, key=lambda subtree: subtree[0])  # stable: equal ones stay sorted by tokens
         return ordered[0][0], [row for _, rows in ordered for row in rows]
 
-    # The nodes from the root to the current row: tokens of each, and its subtrees that are complete.
+    # The nodes from the root to the current row: tokens of each, and its completed subtrees.
     path: list[tuple[int, list[tuple[int, list[int]]]]] = [(-1, [])]
     subtrees = [(num_prompt[row], [row]) for row in by_tokens]
     complete = subtrees[0]
@@ -422,20 +424,20 @@ def _shortest_prompts_first(by_tokens: list[int], common: list[int], num_prompt:
     return complete[1]
 
 
-def _shared_prefixes(sequences: torch.Tensor, mask: torch.Tensor, num_response: int) -> _SharedPrefixes | None:
-    """Find the tokens of each row's prompt with which another row begins, too; None if there are none."""
-    rows = _tokens_of_rows(sequences, mask)
-    by_tokens, lengths = _prefix_order(rows, mask, num_response)
+def _find_shared_prefixes(sequences: torch.Tensor, mask: torch.Tensor, num_response: int) -> _SharedPrefixes | None:
+    """Find prompt prefixes that several rows share, or None."""
+    rows = _extract_rows(sequences, mask)
+    by_tokens, lengths = _compute_prefix_order(rows, mask, num_response)
     if not any(lengths):
         return None
-    # Rows with prefixes of one length lie together: attention computes such rows in one call.
+    # Rows with prefixes of equal length are adjacent: attention computes them in one call.
     order = sorted(range(len(rows)), key=lambda row: (lengths[row], -len(rows[row])))
     num_own = [len(tokens) - length for tokens, length in zip(rows, lengths, strict=True)]
     starts = dict(zip(order, accumulate((num_own[row] for row in order), initial=0), strict=False))
     places: dict[int, np.ndarray[Any, Any]] = {}
     path = np.zeros(0, np.int64)
     for row in by_tokens:
-        # The row before begins with this one's prefix, wherever its tokens lie.
+        # The previous row starts with this one's prefix, wherever its tokens are stored.
         path = np.concatenate([path[: lengths[row]], starts[row] + np.arange(num_own[row])])
         places[row] = path
     holders = [row for row in order if num_own[row]]
@@ -448,18 +450,18 @@ def _shared_prefixes(sequences: torch.Tensor, mask: torch.Tensor, num_response: 
     )
 
 
-def padded(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> Layout:
+def pad_rows(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> Layout:
     """Keep rows padded, without the columns that are padding in every row.
 
     Args:
         sequences, attention_mask: [B, T]; the last `num_response` columns are the response.
     """
     num_rows, num_columns = sequences.shape
-    # What stands at padding may be anything, and embeddings only know words.
+    # Padding may hold any value, but embeddings accept only valid ids.
     sequences = torch.where(attention_mask.bool(), sequences, 0)
     cells = torch.arange(num_rows * num_columns, device=sequences.device).view(num_rows, num_columns)
-    cells, _, _ = trim(cells, attention_mask, num_response)
-    sequences, attention_mask, num_used = trim(sequences, attention_mask, num_response)
+    cells, _, _ = trim_padding(cells, attention_mask, num_response)
+    sequences, attention_mask, num_used = trim_padding(sequences, attention_mask, num_response)
     mask = attention_mask.bool()
     positions = mask.cumsum(dim=1) - 1
     width = mask.shape[1]
@@ -467,7 +469,7 @@ def padded(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: 
     rows, at = (mask & (positions > 0) & (columns >= 0)).nonzero(as_tuple=True)
     return Layout(
         input_ids=sequences,
-        # Left padding has position -1, which no table of positions has.
+        # Left padding has position -1, which is not in any position table.
         position_ids=positions.clamp(min=0),
         real=mask.flatten(),
         attention_mask=attention_mask,
@@ -480,7 +482,7 @@ def padded(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: 
     )
 
 
-def trim(
+def trim_padding(
     sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Drop the columns that are padding in every row.
@@ -490,14 +492,14 @@ def trim(
             the right.
 
     Returns:
-        both without those columns, and the number of response columns that are left (at least 1).
+        both without those columns, and the number of remaining response columns (at least 1).
     """
     used = attention_mask.bool().any(dim=0)
     columns = used.nonzero()
     if len(columns) == 0:
         return sequences, attention_mask, num_response
     num_prompt = sequences.shape[1] - num_response
-    # At least one column of prompt and one of response stay, so that shapes are never empty.
+    # At least one column of prompt and one of response are kept, so that shapes are never empty.
     first = min(int(columns[0]), num_prompt - 1)
     last = max(int(columns[-1]) + 1, num_prompt + 1)
     return sequences[:, first:last], attention_mask[:, first:last], last - num_prompt
@@ -512,7 +514,7 @@ def to_batch(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     by_token = x.transpose(0, 1)
     if sum(lengths) < num_rows * longest:
         room = by_token.new_zeros(num_rows * longest, *by_token.shape[1:])
-        by_token = room.index_copy(0, _slots(lengths, x.device), by_token)
+        by_token = room.index_copy(0, _compute_slots(lengths, x.device), by_token)
     return by_token.unflatten(0, (num_rows, longest)).transpose(1, 2)
 
 
@@ -520,11 +522,11 @@ def from_batch(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """[G, heads, L, D] -> [heads, tokens, D]."""
     by_token = x.transpose(1, 2).flatten(0, 1)
     if sum(lengths) < len(by_token):
-        by_token = by_token.index_select(0, _slots(lengths, x.device))
+        by_token = by_token.index_select(0, _compute_slots(lengths, x.device))
     return by_token.transpose(0, 1)
 
 
-def _slots(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return the position of each token of rows of these lengths in [G L]."""
+def _compute_slots(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return the index of each token in [G L], for rows of these lengths."""
     places = torch.arange(max(lengths))
     return (places < torch.tensor(lengths)[:, None]).flatten().nonzero()[:, 0].to(device)

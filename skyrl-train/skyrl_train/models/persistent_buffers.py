@@ -1,4 +1,4 @@
-"""Numbers of a model beside its parameters that its checkpoints hold, such as biases of the routing to experts."""
+"""Persistent buffers of a model, which its checkpoints contain, such as expert routing biases."""
 
 from collections.abc import Iterator
 
@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that checkpoints hold, with their names; not those that are computed from the config, such as
-    rotary frequencies."""
+def iter_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield persistent buffers by name; not those computed from the config, such as rotary frequencies."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:

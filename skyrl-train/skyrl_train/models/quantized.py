@@ -1,20 +1,20 @@
-"""Refusal of quantized weights: they cannot be trained, updated or compared with those of a trainer."""
+"""Rejection of quantized weights, which cannot be trained, updated or compared with the trainer's."""
 
 from typing import Any
 
 _NAME_OF_WAY_OUT = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 
 
-def quantization_of(config: Any) -> str | None:
-    """Describe a model's quantization and the way out; None: its weights are whole.
+def describe_quantization(config: Any) -> str | None:
+    """Describe a model's quantization and how to avoid it, or return None.
 
     Args:
-        config: the model's, of transformers.
+        config: config of the transformers model.
     """
     quantization = getattr(config, "quantization_config", None)
     if not quantization:
         return None
-    # A dict as it stands in config.json, an object once transformers has read it.
+    # A dict as in config.json, or an object after transformers has read it.
     settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = str(settings.get("quant_method", "unknown"))
     name = _NAME_OF_WAY_OUT.get(method)

@@ -1,8 +1,8 @@
-"""Recording and replay of the experts that the routers of a mixture choose.
+"""Recording and replay of the experts chosen by the routers of a mixture.
 
-A router chooses by one call of `topk` over its experts. That call is intercepted and answered with other experts, so
-the model's own formula makes their weights from its own scores (a softmax before or after the choice, a sigmoid, biases
-that only choose), and gradients flow to the router through them.
+A router chooses by one call of `topk` over its experts. That call is intercepted and returns other experts, so that the
+model computes their weights from its own scores (softmax before or after the choice, sigmoid, biases used only for the
+choice), and gradients flow to the router through them.
 
 Shapes: n tokens of a forward, L layers with a router, E experts, k chosen of them for each token.
 """
@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.expert_routes import no_route, route_dtype
-from skyrl_train.models.experts import routers_of
+from skyrl_train.models.experts import find_routers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,11 +25,11 @@ Args = TypeVar("Args")
 TorchFunction = Callable[..., object]
 
 KEYWORD = "expert_routing"
-"""Argument of a transformers model that carries a `RoutingPass` to its layers."""
+"""Argument of a transformers model that passes a `RoutingPass` to its layers."""
 
 
 class TopK(Protocol):
-    """Part of `torch.return_types.topk` that is used here."""
+    """The part of `torch.return_types.topk` used here."""
 
     @property
     def indices(self) -> torch.Tensor: ...
@@ -60,13 +60,13 @@ class RoutingShape(NamedTuple):
 
 
 class RoutingPass:
-    """One forward of a model: routes that it replays, and those that it takes.
+    """Routing of one forward: replayed routes, and recorded routes.
 
-    No dataclass: FSDP with mixed precision copies dataclasses among the arguments of a forward, and what layers note in
-    a copy is lost.
+    Not a dataclass: FSDP with mixed precision copies dataclasses among the arguments of a forward, and values written
+    to a copy are lost.
 
     Args:
-        replayed: [n, L, k]; where a position has no route its router chooses. None: everywhere.
+        replayed: [n, L, k]; at positions without a route the router chooses. None: no replay.
     """
 
     def __init__(self, replayed: torch.Tensor | None = None):
@@ -76,69 +76,69 @@ class RoutingPass:
         self.differing: dict[int, torch.Tensor] = {}
         """Layer -> [n] number of replayed experts that the router would not have chosen."""
 
-    def routes(self) -> torch.Tensor:
-        """Return the routes taken, [n, L, k] int64."""
+    def get_routes(self) -> torch.Tensor:
+        """Return the routes used, [n, L, k] int64."""
         return torch.stack([self.taken[layer] for layer in sorted(self.taken)], dim=1)
 
 
 class RoutingReplay:
-    """Replay of routes in a transformers model. A forward without a `RoutingPass` is the model's own.
+    """Replay of routes in a transformers model. A forward without a `RoutingPass` is unchanged.
 
     Args:
-        model: with parameters or their shapes alone (meta device); before it is sharded.
-        setting: that asks for replay, for errors.
+        model: with parameters or only their shapes (meta device); before it is sharded.
+        setting: setting that requests replay, for errors.
 
     Raises:
-        ConfigError: the model is no mixture, or its routers choose in a way that is not known here.
+        ConfigError: the model is not a mixture, or its routers choose in an unsupported way.
     """
 
     def __init__(self, model: nn.Module, setting: str):
-        routers = [router for router, _ in routers_of(model)]
+        routers = [router for router, _ in find_routers(model)]
         name = type(model).__name__
         if not routers:
             raise ConfigError(f"{setting} needs a mixture of experts, and {name} has no router; leave it out")
-        shapes = {_shape_of(router, model) for router in routers}
-        layers = {parent for router in routers if (parent := _layer_around(router, model)) is not None}
+        shapes = {_measure_shape(router, model) for router in routers}
+        layers = {parent for router in routers if (parent := _find_layer_of(router, model)) is not None}
         if len(shapes) != 1 or None in shapes or not layers:
             raise ConfigError(f"{setting}: the choice of the routers of {name} is not known here; leave it out")
         [found] = shapes
         assert found is not None
         self.shape = RoutingShape(len(routers), found.num_chosen, found.num_experts)
-        # The pass of the layer that runs now. A layer hands it on itself, by its own keyword arguments, so that a
-        # backward that computes the layer again (gradient checkpointing) replays what its forward replayed.
+        # The pass of the current layer. A layer passes it on by its keyword arguments, so that a backward that
+        # recomputes the layer (gradient checkpointing) replays the same routes as its forward.
         self._active: RoutingPass | None = None
         kinds = tuple({type(layer) for layer in layers})
         for module in model.modules():
             if isinstance(module, kinds):
-                module.register_forward_pre_hook(self._enter_layer, with_kwargs=True)
-                module.register_forward_hook(self._leave_layer, always_call=True)
+                module.register_forward_pre_hook(self._on_enter_layer, with_kwargs=True)
+                module.register_forward_hook(self._on_leave_layer, always_call=True)
         for number, router in enumerate(routers):
-            router.forward = self._routed(number, router.forward)
+            router.forward = self._wrap_forward(number, router.forward)
 
-    def _enter_layer(self, _module: nn.Module, args: Args, kwargs: dict[str, Any]) -> tuple[Args, dict[str, Any]]:
-        # Taken out of the arguments: attention functions need not know it.
+    def _on_enter_layer(self, _module: nn.Module, args: Args, kwargs: dict[str, Any]) -> tuple[Args, dict[str, Any]]:
+        # Removed from the arguments: attention functions need not know it.
         self._active = kwargs.get(KEYWORD)
         return args, {name: value for name, value in kwargs.items() if name != KEYWORD}
 
-    def _leave_layer(self, *_: object) -> None:
+    def _on_leave_layer(self, *_: object) -> None:
         self._active = None
 
-    def _routed(self, layer: int, forward: Callable[P, T]) -> Callable[P, T]:
-        def routed(*args: P.args, **kwargs: P.kwargs) -> T:
+    def _wrap_forward(self, layer: int, forward: Callable[P, T]) -> Callable[P, T]:
+        def run_routed(*args: P.args, **kwargs: P.kwargs) -> T:
             routing = self._active
             if routing is None:
                 return forward(*args, **kwargs)
             with RouterChoice(routing, layer, self.shape):
                 return forward(*args, **kwargs)
 
-        return routed
+        return run_routed
 
 
 class RouterChoice(TorchFunctionMode):
-    """Override of one router's choice of experts by the recorded routes of a pass. Records the experts taken.
+    """Override of one router's choice of experts by the recorded routes of a pass. Records the experts used.
 
     Args:
-        layer: number of the router among those of the model.
+        layer: index of the router in the model.
     """
 
     def __init__(self, routing: RoutingPass, layer: int, shape: RoutingShape):
@@ -153,11 +153,11 @@ class RouterChoice(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         result = func(*args, **(kwargs or {}))
-        scores = _scores_of_choice(func, args, kwargs or {})
-        if scores is None or _size_of(scores, cast(TopK, result)) != self._shape[1:]:
+        scores = _get_choice_scores(func, args, kwargs or {})
+        if scores is None or _get_choice_size(scores, cast(TopK, result)) != self._shape[1:]:
             return result
         routing, chosen = self._routing, cast(TopK, result).indices
-        is_first = self._layer not in routing.taken  # not so where a backward computes the layer again
+        is_first = self._layer not in routing.taken  # except where a backward recomputes the layer
         if routing.replayed is not None:
             replayed = routing.replayed[:, self._layer]
             is_known = replayed != no_route(replayed.dtype)
@@ -166,7 +166,7 @@ class RouterChoice(TorchFunctionMode):
                 own = (replayed[:, :, None] == chosen[:, None, :]).any(dim=-1)
                 routing.differing[self._layer] = (~own).sum(dim=-1)
             chosen = replayed
-            # Differentiable like topk itself: the gradient goes to the scores of the experts taken.
+            # Differentiable like topk itself: the gradient flows to the scores of the experts used.
             result = torch.return_types.topk((scores.gather(-1, chosen), chosen))  # type: ignore[attr-defined]
         if is_first:
             routing.taken[self._layer] = chosen
@@ -174,7 +174,7 @@ class RouterChoice(TorchFunctionMode):
 
 
 class _ChoiceFinder(TorchFunctionMode):
-    """Recorder of the sizes (k, E) of all choices in a forward that could be a router's."""
+    """Recorder of the sizes (k, E) of all possible router choices in a forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,13 +188,13 @@ class _ChoiceFinder(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         result = func(*args, **(kwargs or {}))
-        scores = _scores_of_choice(func, args, kwargs or {})
+        scores = _get_choice_scores(func, args, kwargs or {})
         if scores is not None:
-            self.found.append(_size_of(scores, cast(TopK, result)))
+            self.found.append(_get_choice_size(scores, cast(TopK, result)))
         return result
 
 
-def _scores_of_choice(func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def _get_choice_scores(func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """Return the scores [n, E] of a call of `topk` over the last of two dimensions; None for any other call."""
     if func not in (torch.topk, torch.Tensor.topk):
         return None
@@ -203,29 +203,29 @@ def _scores_of_choice(func: TorchFunction, args: Sequence[Any], kwargs: Mapping[
     return scores if scores.dim() == 2 and dim in (-1, 1) else None
 
 
-def _size_of(scores: torch.Tensor, result: TopK) -> tuple[int, int]:
+def _get_choice_size(scores: torch.Tensor, result: TopK) -> tuple[int, int]:
     return result.indices.shape[-1], scores.shape[-1]
 
 
-def _shape_of(router: nn.Module, model: Any) -> RoutingShape | None:
-    """Ask a router for two tokens, and return k and E of its choice; None if it is not found. A choice among groups of
-    experts may come before: that of the experts has as many scores as the router has logits."""
+def _measure_shape(router: nn.Module, model: Any) -> RoutingShape | None:
+    """Run a router on two tokens and return k and E of its choice, or None if it is not found. A choice among expert
+    groups may precede it: the choice of experts has as many scores as the router has logits."""
     like = next(router.parameters(), None)
     if like is None:
         return None
     hidden = torch.zeros(2, model.config.get_text_config().hidden_size, dtype=like.dtype, device=like.device)
-    index = next(index for each, index in routers_of(model) if each is router)
+    index = next(index for each, index in find_routers(model) if each is router)
     with torch.no_grad(), _ChoiceFinder() as finder:
         try:
             output = router(hidden)
-        except Exception:  # whatever its code raises at two tokens without the rest of its layer
+        except Exception:  # any error of a router that runs without the rest of its layer
             return None
     logits = output[index] if isinstance(output, tuple) else output
     found = [size for size in finder.found if size[1] == logits.shape[-1]]
     return RoutingShape(1, *found[-1]) if found else None
 
 
-def _layer_around(router: nn.Module, model: nn.Module) -> nn.Module | None:
+def _find_layer_of(router: nn.Module, model: nn.Module) -> nn.Module | None:
     """Return the decoder layer that holds a router."""
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer) and any(each is router for each in module.modules()):

@@ -1,12 +1,11 @@
-"""Check that a model, in its form for training, gives the numbers of transformers' own forward.
+"""Check at loading that a model in its training form matches transformers' forward.
 
-Training never uses that forward: rows are packed, attention is ours, logits are made in chunks. A model with a part
-that this leaves out would train on wrong numbers without a sign. So each model is asked once, when it is loaded.
+Training never uses that forward: rows are packed, attention is replaced, logits are computed in chunks. A model with a
+component that this ignores would silently train on wrong numbers, so each model is compared once at loading.
 
-The reference is attention written out in single operations (transformers' `eager`), and it is watched: a forward that
-calls a fused kernel nevertheless would compare that kernel with itself, and is no reference. A model with attention
-functions of its own, instead of those registered with transformers, has no definition but their agreement: all of them
-must give the same numbers.
+The reference is transformers' `eager` attention. If its forward calls a fused kernel nevertheless, that kernel would be
+compared with itself, so it is rejected as a reference. A model with custom attention functions, not registered with
+transformers, has no other definition: all of its functions must give the same numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,19 +16,19 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.linear_attention import LINEAR_ATTENTION, delta_nets
+from skyrl_train.models.linear_attention import LINEAR_ATTENTION, find_delta_nets
 from skyrl_train.models.packing import PackedRows
-from skyrl_train.models.scoring import ScoringModel, hidden_states, lay_out
+from skyrl_train.models.scoring import ScoringModel, build_layout, compute_hidden_states
 from skyrl_train.models.value_model import ValueModel
 
 _LENGTHS = ((4, 6), (1, 3), (5, 1), (17, 2), (17, 4))
-"""Prompt and response tokens of the rows that are tried: ragged, so that a row that sees its neighbour shows. The last
-two have one prompt, which is computed once where prefixes are shared."""
+"""Prompt and response tokens of the trial rows: ragged, so that attention across rows is detected. The last two share a
+prompt, which is computed once with prefix sharing."""
 
 _TEMPERATURE = 1.3
 
 _TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
-"""Largest accepted difference of log-probs [nats], by number format. A wrong computation differs by a tenth and more;
+"""Largest accepted difference of log-probs [nats], by number format. A wrong computation differs by 0.1 and more;
 different kernels of one number format differ by less than this over many layers."""
 
 _ATTENTION_OF_SETTINGS = {
@@ -44,45 +43,45 @@ _NO_REFERENCE = (
 
 
 def check_scoring(model: ScoringModel | ValueModel, name: str) -> None:
-    """Compare the scores of a few random tokens. Before sharding; on every rank alike, no collective.
+    """Compare the scores of a few random tokens. Call it before sharding; runs identically on every rank, no
+    collective.
 
     Args:
-        name: of the model, for the error.
+        name: name of the model, for the error.
 
     Raises:
-        ConfigError: the numbers differ, or something in the model cannot be computed as the settings say; with the
-            settings that can, if there are any.
+        ConfigError: the numbers differ, or the settings do not support the model; names supporting settings, if any.
     """
-    problem = _problem(model)
+    problem = _find_problem(model)
     if problem is None:
         return
     choices = ["trainer.use_sample_packing=false"] if model.packing else []
     choices += ["trainer.flash_attn=false"]
-    solved = {None} if _transformers_model(model).config._attn_implementation == "eager" else {None, _NO_REFERENCE}
-    # (A model may choose its attention once, when it is built: loaded as eager it is asked again.)
-    working = [setting for setting in choices if _problem(model, _ATTENTION_OF_SETTINGS[setting]) in solved]
+    solved = {None} if _get_transformers_model(model).config._attn_implementation == "eager" else {None, _NO_REFERENCE}
+    # (A model may choose its attention at construction: loaded as eager it is compared again.)
+    working = [setting for setting in choices if _find_problem(model, _ATTENTION_OF_SETTINGS[setting]) in solved]
     advice = f"Set {working[0]}." if working else "No setting changes that: this model cannot be trained here."
     raise ConfigError(f"{name} cannot be trained as the settings say: {problem}. {advice}")
 
 
 @torch.no_grad()
-def _problem(model: ScoringModel | ValueModel, attention: str | None = None) -> str | None:
-    """Describe the difference to transformers, None for none; with another attention implementation (padded) if one is
-    given."""
+def _find_problem(model: ScoringModel | ValueModel, attention: str | None = None) -> str | None:
+    """Describe the difference to transformers, or return None; with another attention implementation (padded)
+    if given."""
     try:
-        with _as_if(model, attention):
-            return _unknown_parts(model) or _difference(model)
-    except ValueError as error:  # transformers' or our attention does not know what the model asks for
+        with _build_copy_with_attention(model, attention):
+            return _find_unknown_parts(model) or _compute_difference(model)
+    except ValueError as error:  # transformers' or our attention does not support the model's arguments
         return str(error)
-    except Exception as error:  # whatever a model's code raises at a layout that it does not know
+    except Exception as error:  # any error of a model's code with an unsupported layout
         return f"its code fails there ({type(error).__name__}: {error})"
 
 
 @contextmanager
-def _as_if(model: ScoringModel | ValueModel, attention: str | None) -> Iterator[None]:
-    inner, before = _transformers_model(model), (model.packing, model.sequence_parallel)
+def _build_copy_with_attention(model: ScoringModel | ValueModel, attention: str | None) -> Iterator[None]:
+    inner, before = _get_transformers_model(model), (model.packing, model.sequence_parallel)
     implementation = inner.config._attn_implementation
-    if attention is None and implementation.startswith("flash"):  # which knows no float32
+    if attention is None and implementation.startswith("flash"):  # which does not support float32
         attention = "sdpa"
     try:
         model.sequence_parallel = None
@@ -102,44 +101,44 @@ def _set_attention(inner: Any, implementation: str) -> None:
         inner.config._attn_implementation_internal = implementation
 
 
-def _transformers_model(model: ScoringModel | ValueModel) -> Any:
+def _get_transformers_model(model: ScoringModel | ValueModel) -> Any:
     return model.causal_lm if isinstance(model, ScoringModel) else model.backbone
 
 
-def _unknown_parts(model: ScoringModel | ValueModel) -> str | None:
-    """List properties that a few tokens would not show: caps on small scores, windows longer than the rows tried."""
+def _find_unknown_parts(model: ScoringModel | ValueModel) -> str | None:
+    """List properties that a few tokens would not reveal: caps on small scores, windows longer than the trial rows."""
     config = model.config.get_text_config()
     if not model.packing:
         cap = getattr(config, "attn_logit_softcapping", None)
         is_capped = cap and config._attn_implementation != "eager"
         return f"its attention caps scores (attn_logit_softcapping={cap})" if is_capped else None
-    sequences, mask, num_response = _trial(model)
-    layout = lay_out(sequences, mask, num_response, True, None)
-    inner = _transformers_model(model)
-    if unknown := unknown_layers(inner):
+    sequences, mask, num_response = _build_trial(model)
+    layout = build_layout(sequences, mask, num_response, True, None)
+    inner = _get_transformers_model(model)
+    if unknown := find_unknown_layers(inner):
         return f"it has layers of another kind ({unknown}), which rows laid end to end would leak into"
-    hidden_states(inner, layout)
+    compute_hidden_states(inner, layout)
     assert layout.rows is not None
-    return differing_rules(config, layout.rows)
+    return find_differing_rules(config, layout.rows)
 
 
-def unknown_layers(model: Any) -> str:
-    """Name the kinds of a transformers model's layers that are not computed over packed rows; "" for none."""
+def find_unknown_layers(model: Any) -> str:
+    """Name the layer kinds of a transformers model that packed rows do not support; "" for none."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     known = {"full_attention", "sliding_attention"}
-    if kinds.count(LINEAR_ATTENTION) == len(list(delta_nets(model))):
+    if kinds.count(LINEAR_ATTENTION) == len(list(find_delta_nets(model))):
         known.add(LINEAR_ATTENTION)
     return ", ".join(sorted(set(kinds) - known))
 
 
-def differing_rules(config: Any, rows: PackedRows) -> str | None:
-    """Compare windows and caps that attention layers asked for with those of the model's (text) config; None if they
-    agree."""
+def find_differing_rules(config: Any, rows: PackedRows) -> str | None:
+    """Describe differences between windows and caps requested by attention layers and the model's (text) config, or
+    return None."""
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if kinds is None:
         kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
-    # Only layers with an attention function note what they ask for.
+    # Only layers with an attention function record their requests.
     kinds = [kind for kind in kinds if kind != LINEAR_ATTENTION]
     expected = [window if kind == "sliding_attention" else None for kind in kinds]
     if not rows.windows:
@@ -152,17 +151,17 @@ def differing_rules(config: Any, rows: PackedRows) -> str | None:
     return None
 
 
-def _difference(model: ScoringModel | ValueModel) -> str | None:
-    sequences, mask, num_response = _trial(model)
+def _compute_difference(model: ScoringModel | ValueModel) -> str | None:
+    sequences, mask, num_response = _build_trial(model)
     if isinstance(model, ScoringModel):
         ours = model(sequences, mask, num_response, _TEMPERATURE).log_probs
     else:
         ours = model(sequences, mask, num_response)
     tolerance = _TOLERANCE[next(model.parameters()).dtype]
-    for attention in _reference_attention(_transformers_model(model)):
+    for attention in _select_reference_attention(_get_transformers_model(model)):
         fused = _FusedAttention()
         with fused:
-            expected = _expected(model, attention, ours, sequences, mask)
+            expected = _compute_expected(model, attention, ours, sequences, mask)
         if attention == "eager" and fused.calls:
             return _NO_REFERENCE
         difference = (ours - expected).abs().max().item()
@@ -175,18 +174,18 @@ def _difference(model: ScoringModel | ValueModel) -> str | None:
     return None
 
 
-def _reference_attention(inner: Any) -> Sequence[str]:
+def _select_reference_attention(inner: Any) -> Sequence[str]:
     """Return implementations of attention that must all give the numbers of training."""
     written_by_the_model = not inner._can_set_attn_implementation()
     return ("eager", "sdpa") if written_by_the_model and inner._supports_sdpa else ("eager",)
 
 
-def _expected(
+def _compute_expected(
     model: ScoringModel | ValueModel, attention: str, ours: torch.Tensor, sequences: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """The scores, like `ours`, by the model's own forward of each row alone."""
+    """Compute scores in the form of `ours` with the model's own forward, row by row."""
     expected = torch.zeros_like(ours)
-    inner, reference = _transformers_model(model), _reference(model)
+    inner, reference = _get_transformers_model(model), _build_reference(model)
     implementation = inner.config._attn_implementation
     _set_attention(inner, attention)
     try:
@@ -199,7 +198,7 @@ def _expected(
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Counter of calls of fused attention kernels: torch's own, or operators of an extension."""
+    """Counter of calls of fused attention kernels: torch's, or operators of an extension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,25 +216,25 @@ class _FusedAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _reference(model: ScoringModel | ValueModel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Score by the model's own forward: from the tokens [L] of one row to the scores of all but the first [L - 1]."""
+def _build_reference(model: ScoringModel | ValueModel) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Build a scorer from the model's own forward: tokens [L] of a row -> scores of all but the first [L - 1]."""
 
     def log_probs(ids: torch.Tensor) -> torch.Tensor:
-        logits = _transformers_model(model)(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        logits = _get_transformers_model(model)(input_ids=ids[None], use_cache=False).logits[0, :-1]
         return (logits.float() / _TEMPERATURE).log_softmax(dim=-1).gather(1, ids[1:, None])[:, 0]
 
-    def values(ids: torch.Tensor) -> torch.Tensor:
+    def compute_values(ids: torch.Tensor) -> torch.Tensor:
         assert isinstance(model, ValueModel)
         hidden = model.backbone(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
         return model.head(hidden)[:, 0].float()
 
-    return log_probs if isinstance(model, ScoringModel) else values
+    return log_probs if isinstance(model, ScoringModel) else compute_values
 
 
-def _trial(model: ScoringModel | ValueModel) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Random sequences [B, T] and their mask, padded like a training batch, and R."""
+def _build_trial(model: ScoringModel | ValueModel) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Build random sequences [B, T], their mask, padded like a training batch, and R."""
     num_prompt, num_response = (max(lengths) for lengths in zip(*_LENGTHS, strict=True))
-    table = _transformers_model(model).get_input_embeddings().weight
+    table = _get_transformers_model(model).get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
     shape = (len(_LENGTHS), num_prompt + num_response)
     sequences = torch.randint(table.shape[0], shape, generator=generator)

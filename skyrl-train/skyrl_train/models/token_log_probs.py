@@ -1,8 +1,8 @@
-"""Log-probs and entropy of tokens from hidden states, without ever holding the logits of all of them.
+"""Log-probs and entropy of tokens from hidden states, without holding the logits of all tokens.
 
-Logits are made for `chunk_size` tokens at a time and thrown away; the backward makes them again. So the peak is one
-chunk of logits in float32 (two where entropy is asked for) and the gradient of the output layer, whatever the number of
-tokens. Knows no model: only hidden states and the weight that turns them into logits.
+Logits are computed for `chunk_size` tokens at a time and discarded; the backward recomputes them. The peak is one chunk
+of float32 logits (two with entropy) and the gradient of the output layer, for any number of tokens. Independent of
+models: uses only hidden states and the output weight.
 
 Shapes: N tokens, C tokens of a chunk, H hidden size, V vocabulary size, K candidates of a token.
 """
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skyrl_train.models.cpu_linear import times_transposed
+from skyrl_train.models.cpu_linear import multiply_transposed
 
 
 @dataclass(frozen=True)
 class LogitRule:
-    """Function of the output layer's product: z = cap tanh(m (x W^T + b) / cap), for models that cap or scale
+    """Transformation of the output layer's product: z = cap tanh(m (x W^T + b) / cap), for models that cap or scale
     logits."""
 
     multiplier: float = 1.0
@@ -36,22 +36,22 @@ class LogitRule:
 
 
 class KeptIds(NamedTuple):
-    """Tokens over which the distribution of each of N tokens is normalized, in place of the vocabulary."""
+    """Tokens over which the distribution of each of N tokens is normalized, instead of the vocabulary."""
 
     ids: torch.Tensor
     """[M], of any integer dtype."""
 
     starts: torch.Tensor
-    """[N] int64: where those of each token begin in `ids`."""
+    """[N] int64: start of each token's ids in `ids`."""
 
     counts: torch.Tensor
-    """[N] int64: how many they are; 0: the whole vocabulary."""
+    """[N] int64: their number; 0: the whole vocabulary."""
 
-    def outside(self, chunk: slice, num_words: int) -> torch.Tensor:
-        """Return for the tokens of a chunk which of the vocabulary is not kept, [C, V] bool."""
+    def build_outside_mask(self, chunk: slice, num_words: int) -> torch.Tensor:
+        """Return the vocabulary entries that are not kept for the tokens of a chunk, [C, V] bool."""
         starts, counts = self.starts[chunk], self.counts[chunk]
         rows = torch.repeat_interleave(counts)
-        # The i-th kept token of the chunk is the (i - those of rows before) -th of its own row.
+        # The i-th kept token of the chunk is the (i - number in previous rows)-th of its row.
         shifts = starts - (counts.cumsum(0) - counts)
         ids = self.ids[torch.arange(len(rows), device=rows.device) + shifts[rows]].long()
         outside = (counts > 0)[:, None].repeat(1, num_words)
@@ -60,8 +60,8 @@ class KeptIds(NamedTuple):
 
 
 _EXCLUDED = -1e30
-"""Logit of a token that is not kept: its probability is exactly 0, and so is its product with it, which of -inf would
-be NaN."""
+"""Logit of a token that is not kept: its probability is exactly 0, and so is its product with it, where -inf would give
+NaN."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _Settings:
     compile: bool
 
 
-def candidate_log_probs(
+def compute_candidate_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
@@ -88,7 +88,7 @@ def candidate_log_probs(
     kept: KeptIds | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Compute the log-prob of each label under softmax(z / temperature), z = rule(hidden W^T + b), the entropy in nats
-    and, in the same pass, the log-probs of further ids in place of each label:
+    and, in the same pass, the log-probs of further candidate ids at each position:
 
         log p(label) = z_label - logsumexp(z)        H = logsumexp(z) - sum_v p_v z_v
 
@@ -97,14 +97,14 @@ def candidate_log_probs(
 
     Args:
         hidden: [N, H], any float dtype; N may be 0.
-        weight, bias: [V, H] and [V]. The product is computed in the weight's dtype (that of autocast, where it is on),
-            the softmax in float32 (float64 for a float64 weight).
+        weight, bias: [V, H] and [V]. The product is computed in the weight's dtype (or autocast's), the softmax in
+            float32 (float64 for a float64 weight).
         labels: [N] int64.
         candidates: [N, K] ids, of any integer dtype; None: no further ids.
         chunk_size: C.
-        compile: by torch.compile, one kernel each way in place of many.
+        compile: use torch.compile, one kernel per direction instead of many.
         kept: tokens S_n that the n-th distribution is restricted to (https://arxiv.org/abs/2512.02556): log-prob and
-            entropy are those of z / temperature over them alone,
+            entropy are computed from z / temperature over them,
 
                 log p(label) = z_label - logsumexp_{v in S_n}(z_v)
 
@@ -112,18 +112,19 @@ def candidate_log_probs(
 
     Returns:
         log_probs [N], entropy [N] or None, log-probs of the candidates [N, K] or None. The bits of the first do not
-        depend on the others being asked for.
+        depend
+            on whether the others are requested.
     """
     device_type = weight.device.type
     if torch.is_autocast_enabled(device_type):
-        # Autocast ends with the forward: the backward, which makes the logits again, must make the same ones.
+        # Autocast ends with the forward: the backward, which recomputes the logits, must compute the same ones.
         weight = weight.to(torch.get_autocast_dtype(device_type))
     settings = _Settings(rule, temperature, chunk_size, with_entropy, compile)
     return _TokenLogProbs.apply(hidden, weight, bias, labels, candidates, kept, settings)  # type: ignore[misc]
 
 
 @torch.no_grad()
-def top_log_probs(
+def compute_top_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     num_top: int,
@@ -133,16 +134,16 @@ def top_log_probs(
     rule: LogitRule = LogitRule(),
     chunk_size: int = 1024,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids [N, K] int64 and log-probs [N, K] of the K = `num_top` most likely tokens at each position, likeliest
-    first, under the distribution of `candidate_log_probs`. Without gradients."""
+    """Return ids [N, K] int64 and log-probs [N, K] of the K = `num_top` most likely tokens at each position, in
+    descending order, under the distribution of `compute_candidate_log_probs`. Without gradients."""
     settings = _Settings(rule, temperature, chunk_size, with_entropy=False, compile=False)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     ids = torch.zeros(len(hidden), num_top, dtype=torch.long, device=hidden.device)
     log_probs = torch.zeros(len(hidden), num_top, dtype=dtype, device=hidden.device)
     if torch.is_autocast_enabled(weight.device.type):
         weight = weight.to(torch.get_autocast_dtype(weight.device.type))
-    for chunk in _chunks(len(hidden), chunk_size):
-        logits = _scaled_logits(times_transposed(hidden[chunk].to(weight.dtype), weight), bias, settings)
+    for chunk in _iter_chunks(len(hidden), chunk_size):
+        logits = _scale_logits(multiply_transposed(hidden[chunk].to(weight.dtype), weight), bias, settings)
         log_norm = logits.logsumexp(dim=-1, keepdim=True)
         largest, ids[chunk] = logits.topk(num_top, dim=-1)
         log_probs[chunk] = largest - log_norm
@@ -162,22 +163,22 @@ class _TokenLogProbs(torch.autograd.Function):
         settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        # Numbers of tokens are all that is kept: the backward computes the logits again instead of storing [N, V].
+        # Only per-token numbers are saved: the backward recomputes the logits instead of storing [N, V].
         log_probs, log_norm, entropy = (torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
         of_candidates = None if candidates is None else log_probs.new_zeros(candidates.shape)
-        scores = _compiled(_scores_of_chunk) if settings.compile else _scores_of_chunk
-        for chunk in _chunks(len(hidden), settings.chunk_size):
-            # No name for the product: it would live on beside the next chunk's.
+        scores = _compile_function(_score_chunk) if settings.compile else _score_chunk
+        for chunk in _iter_chunks(len(hidden), settings.chunk_size):
+            # The product has no name, which would keep it alive during the next chunk.
             ids = None if candidates is None else candidates[chunk].long()
-            outside = None if kept is None else kept.outside(chunk, len(weight))
+            outside = None if kept is None else kept.build_outside_mask(chunk, len(weight))
             log_probs[chunk], log_norm[chunk], entropy[chunk], own = scores(
-                times_transposed(hidden[chunk].to(weight.dtype), weight), bias, labels[chunk], ids, outside, settings
+                multiply_transposed(hidden[chunk].to(weight.dtype), weight), bias, labels[chunk], ids, outside, settings
             )
             if of_candidates is not None and own is not None:
                 of_candidates[chunk] = own
         ctx.settings = settings
         ctx.save_for_backward(hidden, weight, bias, labels, candidates, log_norm, entropy, *(kept or ()))
-        # A gradient that nobody asked for stays None, and the entropy's part of the backward is skipped.
+        # An unused gradient stays None, and the entropy's part of the backward is skipped.
         ctx.set_materialize_grads(False)
         return log_probs, entropy if settings.with_entropy else None, of_candidates
 
@@ -194,15 +195,15 @@ class _TokenLogProbs(torch.autograd.Function):
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_norm)
-        grad_of_product = _compiled(_grad_of_chunk) if settings.compile else _grad_of_chunk
+        grad_of_product = _compile_function(_compute_chunk_gradient) if settings.compile else _compute_chunk_gradient
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
-        # Sums over chunks are float32 whatever the dtype of the products: there may be hundreds of chunks.
+        # Sums over chunks are float32 for any dtype of the products: there may be hundreds of chunks.
         sum_weight = _Sum(weight, log_norm.dtype) if of_weight else None
         sum_bias = _Sum(bias, log_norm.dtype) if of_bias else None
-        for chunk in _chunks(len(hidden), settings.chunk_size):
+        for chunk in _iter_chunks(len(hidden), settings.chunk_size):
             states = hidden[chunk].to(weight.dtype)
             grad_product = grad_of_product(
-                times_transposed(states, weight),
+                multiply_transposed(states, weight),
                 bias,
                 labels[chunk],
                 log_norm[chunk],
@@ -210,23 +211,23 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_log_probs[chunk],
                 None if grad_entropy is None else grad_entropy[chunk],
                 None if grad_candidates is None else (candidates[chunk].long(), grad_candidates[chunk]),
-                None if kept is None else kept.outside(chunk, len(weight)),
+                None if kept is None else kept.build_outside_mask(chunk, len(weight)),
                 settings,
             )
             if sum_bias is not None:
                 sum_bias.add(grad_product.sum(dim=0))
             grad_product = grad_product.to(weight.dtype)
             if grad_hidden is not None:
-                grad_hidden[chunk] = times_transposed(grad_product, weight.t())
+                grad_hidden[chunk] = multiply_transposed(grad_product, weight.t())
             if sum_weight is not None:
-                sum_weight.add(times_transposed(grad_product.t(), states.t()))
-            del grad_product  # before the next chunk's is made
-        of_parameters = sum_weight and sum_weight.result(), sum_bias and sum_bias.result()
+                sum_weight.add(multiply_transposed(grad_product.t(), states.t()))
+            del grad_product  # before the next chunk is computed
+        of_parameters = sum_weight and sum_weight.get_result(), sum_bias and sum_bias.get_result()
         return grad_hidden, *of_parameters, None, None, None, None
 
 
 class _Sum:
-    """A sum of tensors shaped like `like`, in `dtype`; the first is taken as it is, to save a buffer of zeros."""
+    """Sum of tensors shaped like `like`, in `dtype`; the first is used directly, to save a buffer of zeros."""
 
     def __init__(self, like: torch.Tensor, dtype: torch.dtype):
         self.like, self.dtype = like, dtype
@@ -235,21 +236,21 @@ class _Sum:
     def add(self, term: torch.Tensor) -> None:
         self.sum = term.to(self.dtype) if self.sum is None else self.sum.add_(term)
 
-    def result(self) -> torch.Tensor:
+    def get_result(self) -> torch.Tensor:
         return torch.zeros_like(self.like) if self.sum is None else self.sum.to(self.like.dtype)
 
 
-def _chunks(total: int, size: int) -> Iterator[slice]:
+def _iter_chunks(total: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
 @cache
-def _compiled(function: Callable[..., object]) -> Callable[..., Any]:
+def _compile_function(function: Callable[..., object]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def _scaled_logits(product: torch.Tensor, bias: torch.Tensor | None, settings: _Settings) -> torch.Tensor:
-    """z / temperature of a chunk, [C, V], in float32 or more, from hidden W^T, which it may overwrite."""
+def _scale_logits(product: torch.Tensor, bias: torch.Tensor | None, settings: _Settings) -> torch.Tensor:
+    """Compute z / temperature of a chunk, [C, V], in float32 or more, from hidden W^T, which may be overwritten."""
     logits = product.to(torch.promote_types(product.dtype, torch.float32))
     if bias is not None:
         logits += bias
@@ -257,7 +258,7 @@ def _scaled_logits(product: torch.Tensor, bias: torch.Tensor | None, settings: _
     return logits if settings.temperature == 1.0 else logits.div_(settings.temperature)
 
 
-def _scores_of_chunk(
+def _score_chunk(
     product: torch.Tensor,
     bias: torch.Tensor | None,
     labels: torch.Tensor,
@@ -265,9 +266,9 @@ def _scores_of_chunk(
     outside: torch.Tensor | None,
     settings: _Settings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """log_probs, logsumexp(z) and entropy of a chunk, each [C] (entropy is 0 if not asked for), and the log-probs of
-    its candidates [C, K], if there are any; all without the tokens of `outside` [C, V]."""
-    logits = _scaled_logits(product, bias, settings)
+    """Compute log_probs, logsumexp(z) and entropy of a chunk, each [C] (entropy is 0 if not requested), and the
+    log-probs of its candidates [C, K], if any; all without the tokens of `outside` [C, V]."""
+    logits = _scale_logits(product, bias, settings)
     if outside is not None:
         logits.masked_fill_(outside, _EXCLUDED)
     largest = logits.amax(dim=-1)
@@ -288,7 +289,7 @@ def _scores_of_chunk(
     return of_labels - log_total, log_total + largest, entropy, of_candidates
 
 
-def _grad_of_chunk(
+def _compute_chunk_gradient(
     product: torch.Tensor,
     bias: torch.Tensor | None,
     labels: torch.Tensor,
@@ -300,20 +301,20 @@ def _grad_of_chunk(
     outside: torch.Tensor | None,
     settings: _Settings,
 ) -> torch.Tensor:
-    """The gradient [C, V] of the product hidden W^T + b, from those of the log-probs (g) and the entropy (e), [C], and
-    from ids and gradients [C, K] of candidates, which are labels as well:
+    """Compute the gradient [C, V] of the product hidden W^T + b, from the gradients of log-probs (g) and entropy (e),
+    [C], and from ids and gradients [C, K] of candidates, which are further labels:
 
     d log p(label) / dz_v = [v = label] - p_v          dH / dz_v = -p_v (log p_v + H)
     """
     rule, temperature = settings.rule, settings.temperature
-    log_p = _scaled_logits(product, bias, settings)
+    log_p = _scale_logits(product, bias, settings)
     slope = rule.multiplier / temperature
     # d/dx cap tanh(x / cap) = 1 - tanh^2; `log_p` still holds the capped logits, divided by the temperature.
     slope_of_cap = None if rule.softcap is None else 1 - (log_p * (temperature / rule.softcap)).square_()
     if outside is not None:
         log_p.masked_fill_(outside, _EXCLUDED)  # p is exactly 0 there, and so is the gradient
     log_p -= log_norm[:, None]
-    # Every log-prob subtracts the same normalizer: their gradients meet in one factor of -p.
+    # Every log-prob subtracts the same normalizer: their gradients add up to one factor of -p.
     of_norm = grad_log_probs if grad_candidates is None else grad_log_probs + grad_candidates[1].sum(dim=-1)
     if grad_entropy is None:
         grad = log_p.exp_().mul_(-of_norm[:, None])

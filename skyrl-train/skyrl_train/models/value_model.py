@@ -1,4 +1,4 @@
-"""A critic: a transformers model without its output layer, and in its place one that gives a single number.
+"""Critic: a transformers model with a scalar value head instead of its output layer.
 
 Shapes: B sequences, T tokens of prompt and response, R of the response, H hidden size.
 """
@@ -15,17 +15,17 @@ from skyrl_train.distributed.ulysses import SequenceParallel
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_backbone
 from skyrl_train.models.linear_attention import has_delta_nets
-from skyrl_train.models.scoring import hidden_states, lay_out, use_attention
+from skyrl_train.models.scoring import build_layout, compute_hidden_states, set_attention
 
 
 class ValueModel(nn.Module):
-    """The root that FSDP shards.
+    """Root module for FSDP.
 
     Args:
         backbone: a transformers model without an output layer. Its parameters keep their names, under "backbone.".
-        head_name: name of the linear layer (no bias) that gives values, as an attribute and in checkpoints.
-        seed: of its first weights, drawn from normal(0, 1 / sqrt(H + 1)) on the CPU: the same on every rank.
-        packing, sequence_parallel, share_prefixes: as in `ScoringModel`.
+        head_name: name of the linear value head (no bias), as an attribute and in checkpoints.
+        seed: seed of its initial weights, drawn from normal(0, 1 / sqrt(H + 1)) on the CPU: equal on all ranks.
+            packing, sequence_parallel, share_prefixes: as in `ScoringModel`.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ValueModel(nn.Module):
         share_prefixes: bool = False,
     ):
         super().__init__()
-        use_attention(backbone, packing, sequence_parallel)
+        set_attention(backbone, packing, sequence_parallel)
         if hasattr(self, head_name) or head_name == "backbone":
             raise ConfigError(f"trainer.algorithm.value_head_prefix: {head_name!r} is taken; name it otherwise")
         self.backbone: Any = backbone
@@ -60,31 +60,30 @@ class ValueModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The transformers model's."""
+        """Config of the transformers model."""
         return self.backbone.config
 
     @property
     def head(self) -> nn.Linear:
-        """The layer that gives values."""
+        """Value head."""
         return getattr(self, self.head_name)
 
     def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> torch.Tensor:
-        """Compute at each response token the value of the state before it was generated: from the hidden state that
-        predicts it.
+        """Compute the value of the state before each response token, from the hidden state that predicts the token.
 
         Args:
             sequences, attention_mask: [B, T]; prompts padded on the left, responses (the last `num_response` columns)
-                on the right. What stands at padding is not read.
+                on the right. Values at padding are ignored.
 
         Returns:
-            values [B, R] float32, 0 at padding and at a token without one before it.
+            values [B, R] float32, 0 at padding and at a token without a predecessor.
         """
-        layout = lay_out(
+        layout = build_layout(
             sequences, attention_mask, num_response, self.packing, self.sequence_parallel, self.share_prefixes
         )
-        hidden, _ = layout.scored(hidden_states(self.backbone, layout))
+        hidden, _ = layout.select_scored(compute_hidden_states(self.backbone, layout))
         values = hidden.float() @ self.head.weight[0].float()
-        return layout.place(values)
+        return layout.scatter_scored(values)
 
 
 def load_value_model(
@@ -98,7 +97,7 @@ def load_value_model(
     share_prefixes: bool = False,
     **loading: object,
 ) -> ValueModel:
-    """A critic that begins as the model in a folder or of a hub name; its head too, if the folder has one.
+    """Load a critic from a model folder or hub name; its head too, if the folder has one.
 
     Args:
         loading: as for `load_causal_lm`.

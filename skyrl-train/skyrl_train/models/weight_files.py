@@ -1,8 +1,8 @@
-"""Weights of a transformers model in safetensors files, read row by row: each rank reads what it holds, and no process
-needs the whole model.
+"""Reader of transformers models in safetensors files, row by row: each rank reads only its shard, and no process needs
+the whole model.
 
-transformers renames tensors while it loads them and fuses some (experts that lie in files one by one). Its own tables
-say which tensors of the files make which weight, so the values are those of `from_pretrained`, bit for bit.
+transformers renames tensors while loading and fuses some (separately stored experts). Its own tables give the source
+tensors of each weight, so the values are bit-exact with `from_pretrained`.
 """
 
 import logging
@@ -36,7 +36,7 @@ from skyrl_train.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Number formats of files that are read as they are. Others belong to quantized weights."""
+"""Number formats of files that are read directly. Others belong to quantized weights."""
 
 
 class UnreadableWeights(Exception):
@@ -45,27 +45,27 @@ class UnreadableWeights(Exception):
 
 @dataclass
 class _Source:
-    """Tensors of the files that make one weight."""
+    """Source tensors of one weight."""
 
     converter: WeightConverter | None
-    """Operation of transformers that fuses them; None for one tensor under another name or the same."""
+    """Operation of transformers that fuses them; None for a single, possibly renamed tensor."""
 
     keys: dict[str, list[str]] = field(default_factory=dict)
     """Names in the files, by the pattern of the converter that they match."""
 
     one_row_each: bool = False
-    """True if row i is made of the i-th tensor of each pattern alone (experts)."""
+    """True if row i is made of only the i-th tensor of each pattern (experts)."""
 
 
 class WeightFiles:
     """Safetensors files of a model. Holds no tensor; files are open until `close`.
 
     Args:
-        model: on the meta device but for adapters: for its names and shapes.
+        model: on the meta device except for adapters: provides names and shapes.
         path: folder or hub name, as for `from_pretrained`.
 
     Raises:
-        UnreadableWeights: `from_pretrained` would do more than to rename and fuse.
+        UnreadableWeights: `from_pretrained` would do more than rename and fuse.
     """
 
     def __init__(self, model: PreTrainedModel, path: str):
@@ -73,8 +73,8 @@ class WeightFiles:
         self._handles = ExitStack()
         self._file_of: dict[str, Any] = {}
         try:
-            for file in _safetensors_files(model, path):
-                # Not mapped: pages of a file would count as this process's memory.
+            for file in _find_safetensors_files(model, path):
+                # Not memory-mapped: pages of a file would count as this process's memory.
                 handle = self._handles.enter_context(safe_open(file, framework="pt", backend="pread"))
                 self._file_of |= dict.fromkeys(handle.keys(), handle)
             self._sources = self._plan()
@@ -87,42 +87,42 @@ class WeightFiles:
         self._handles.close()
 
     def __contains__(self, name: str) -> bool:
-        return name_in_files(name) in self._sources
+        return get_name_in_files(name) in self._sources
 
     @torch.no_grad()
     def read(
         self, name: str, start: int = 0, stop: int | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Read rows (of the first dimension) of a weight, in a tensor of their own.
+        """Read rows (of the first dimension) of a weight into a new tensor.
 
         Args:
-            name: of a parameter or buffer of the model, also of one with adapters.
+            name: name of a parameter or buffer of the model, with or without adapters.
             stop: None for all rows from `start` on.
-            dtype: None: that of the files.
+            dtype: None: the file's dtype.
         """
-        source = self._sources[name_in_files(name)]
+        source = self._sources[get_name_in_files(name)]
         if source.converter is None:
             [[key]] = source.keys.values()
             return self._read_tensor(key, start, stop, dtype)
         if source.one_row_each:
             keys = {pattern: keys[start:stop] for pattern, keys in source.keys.items()}
-            if not all(keys.values()):  # no row, which cannot be fused
+            if not all(keys.values()):  # no rows, which cannot be fused
                 return self._fuse(name, {pattern: keys[:1] for pattern, keys in source.keys.items()}, dtype)[:0]
             return self._fuse(name, keys, dtype)
         return self._fuse(name, source.keys, dtype)[start:stop].clone()
 
     def _read_tensor(self, key: str, start: int, stop: int | None, dtype: torch.dtype | None) -> torch.Tensor:
         stored = self._file_of[key].get_slice(key)
-        if start == stop:  # a rank without rows: safetensors knows no such rows behind the last
+        if start == stop:  # a rank without rows: safetensors rejects empty slices after the last row
             start = stop = 0
         tensor = stored[start:stop] if stored.get_shape() else self._file_of[key].get_tensor(key)
         return tensor if dtype is None else tensor.to(dtype)
 
     def _fuse(self, name: str, keys: dict[str, list[str]], dtype: torch.dtype | None) -> torch.Tensor:
-        return self._convert(name_in_files(name), keys, lambda key: self._read_tensor(key, 0, None, dtype))
+        return self._convert(get_name_in_files(name), keys, lambda key: self._read_tensor(key, 0, None, dtype))
 
     def _convert(self, name: str, keys: dict[str, list[str]], tensor_of: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Return what transformers makes of tensors. A converter keeps what it was given, so each call has its own."""
+        """Convert tensors with transformers. A converter keeps its inputs, so each call uses a new one."""
         converter = deepcopy(self._sources[name].converter)
         assert converter is not None
         for pattern, of_pattern in keys.items():
@@ -135,7 +135,7 @@ class WeightFiles:
 
     def _plan(self) -> dict[str, _Source]:
         """Find the tensors of each weight, as `from_pretrained` does."""
-        model, weights = self._model, _weights_of(self._model)
+        model, weights = self._model, _get_file_weights(self._model)
         transforms = get_model_conversion_mapping(model)
         converters = {
             pattern: each
@@ -159,7 +159,7 @@ class WeightFiles:
         model._weight_conversions = [each for each in transforms if each.was_used()]  # type: ignore[assignment]
         for name, source in self._sources.items():
             self._check(name, source, weights[name].shape)
-        return self._with_tied_names(weights)
+        return self._add_tied_names(weights)
 
     def _check(self, name: str, source: _Source, shape: torch.Size) -> None:
         """Compare shapes and number formats; fused weights are converted without values."""
@@ -175,21 +175,21 @@ class WeightFiles:
             if len(source.converter.target_patterns) > 1:
                 raise UnreadableWeights(f"{next(iter(source.keys.values()))[0]} is split into several weights")
             try:
-                found = self._convert(name, source.keys, self._shape_only).shape
-            except Exception as error:  # whatever a conversion raises at tensors that it does not expect
+                found = self._convert(name, source.keys, self._get_meta_tensor).shape
+            except Exception as error:  # any error of a conversion with unexpected tensors
                 raise UnreadableWeights(f"{name} cannot be fused: {error}") from error
-            source.one_row_each = _keeps_rows(source.converter.operations) and all(
+            source.one_row_each = _is_row_preserving(source.converter.operations) and all(
                 len(keys) == shape[0] for keys in source.keys.values()
             )
         if found != shape:
             raise UnreadableWeights(f"{name} has the shape {list(found)} in the files and {list(shape)} in the model")
 
-    def _shape_only(self, key: str) -> torch.Tensor:
+    def _get_meta_tensor(self, key: str) -> torch.Tensor:
         stored = self._file_of[key].get_slice(key)
         return torch.empty(stored.get_shape(), dtype=_FLOATS[stored.get_dtype()], device="meta")
 
-    def _with_tied_names(self, weights: dict[str, torch.Tensor]) -> dict[str, _Source]:
-        """Return the sources of all names of the model. A tied weight has several, and lies in files under one."""
+    def _add_tied_names(self, weights: dict[str, torch.Tensor]) -> dict[str, _Source]:
+        """Return the sources of all names of the model. A tied weight has several names, but is stored under one."""
         names_of: dict[int, list[str]] = {}
         for name, weight in weights.items():
             names_of.setdefault(id(weight), []).append(name)
@@ -203,15 +203,15 @@ class WeightFiles:
         return sources
 
 
-def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def _get_file_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers on the meta device that belong into files, by their names there."""
     weights = model.state_dict(keep_vars=True)
-    return {name_in_files(name): weight for name, weight in weights.items() if weight.is_meta}
+    return {get_name_in_files(name): weight for name, weight in weights.items() if weight.is_meta}
 
 
 def open_on_all_ranks(model: PreTrainedModel, path: str, refusal: str | None = None) -> WeightFiles | None:
-    """Open the files of a model on every rank of the default process group, or on none where one of them cannot read
-    its part: rank 0 must then load the whole model, and says so. A collective.
+    """Open the files of a model on every rank of the default process group, or on none if any rank cannot read its
+    part: rank 0 must then load the whole model, and logs the reason. A collective.
 
     Args:
         refusal: reason not to open them.
@@ -234,12 +234,12 @@ def open_on_all_ranks(model: PreTrainedModel, path: str, refusal: str | None = N
     return None
 
 
-def name_in_files(name: str) -> str:
-    """Return the name of a weight without what adapters put into it."""
+def get_name_in_files(name: str) -> str:
+    """Remove the parts added by adapters from the name of a weight."""
     return name.replace(".base_layer.", ".")
 
 
-def _safetensors_files(model: PreTrainedModel, path: str) -> list[str]:
+def _find_safetensors_files(model: PreTrainedModel, path: str) -> list[str]:
     if getattr(model.config, "quantization_config", None) is not None:
         raise UnreadableWeights("its weights are quantized")
     if (Path(path) / "adapter_config.json").exists():
@@ -258,8 +258,8 @@ def _safetensors_files(model: PreTrainedModel, path: str) -> list[str]:
     return files
 
 
-def _keeps_rows(operations: Sequence[ConversionOps]) -> bool:
-    """Return whether tensors are stacked to rows, which nothing then mixes."""
+def _is_row_preserving(operations: Sequence[ConversionOps]) -> bool:
+    """Return whether tensors are stacked to rows that later operations do not mix."""
     first, *others = operations
     return (isinstance(first, MergeModulelist) and first.dim == 0) and all(
         (isinstance(each, Concatenate) and each.dim > 0)
@@ -272,32 +272,32 @@ def _keeps_rows(operations: Sequence[ConversionOps]) -> bool:
 
 
 def apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give weights that were not loaded the precision that `from_pretrained` loads them in: in some models of bfloat16
-    or float16 a few stay float32."""
-    planned = planned_dtypes(model, dtype)
+    """Convert weights that were not loaded to the precision of `from_pretrained`: some models keep a few weights in
+    float32."""
+    planned = plan_dtypes(model, dtype)
     for name, weight in model.state_dict(keep_vars=True).items():
-        weight.data = weight.data.to(planned(name_in_files(name)) or weight.dtype)
+        weight.data = weight.data.to(planned(get_name_in_files(name)) or weight.dtype)
 
 
 class Float32Module(NamedTuple):
-    """A module that stays float32 in a model of another precision."""
+    """Module that stays float32 in a model of another precision."""
 
     module: nn.Module
     cast_inside: list[nn.Module]
-    """Modules inside that do not."""
+    """Submodules that do not."""
 
 
-def modules_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[Float32Module]:
+def find_float32_modules(model: PreTrainedModel, dtype: torch.dtype) -> list[Float32Module]:
     """Return, parents first, the largest modules whose parameters all stay float32 in a model of another precision,
-    such as the routers of ERNIE 4.5, and those whose own parameters do, such as an attention with sinks.
+    such as the routers of ERNIE 4.5, and modules whose direct parameters do, such as an attention with sinks.
 
     Raises:
-        ConfigError: only some of a module's own parameters do, or those of a module around transformer blocks.
+        ConfigError: only some of a module's direct parameters do, or parameters of a module around transformer blocks.
     """
-    planned = planned_dtypes(model, dtype)
+    planned = plan_dtypes(model, dtype)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     kept = {key for key, name in names.items() if planned(name) == torch.float32}
-    blocks = {id(block) for block in transformer_blocks(model)}
+    blocks = {id(block) for block in get_transformer_blocks(model)}
     found: list[Float32Module] = []
     inside: set[int] = set()
     for name, module in model.named_modules() if kept else ():  # parents first
@@ -321,7 +321,7 @@ def modules_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[Float
                 "the parameters beside blocks are cast together; set trainer.bf16=false"
             )
         found.append(Float32Module(module, []))
-        for child in _called_inside(module):
+        for child in _iter_submodules(module):
             if any(id(parameter) not in kept for parameter in child.parameters()):
                 found[-1].cast_inside.append(child)
             else:  # it belongs to the module, which may read its weights without calling it
@@ -329,16 +329,16 @@ def modules_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[Float
     return found
 
 
-def _called_inside(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules directly inside, those in lists and dicts of modules one by one."""
+def _iter_submodules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the direct submodules, with lists and dicts of modules expanded."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _called_inside(child)
+            yield from _iter_submodules(child)
         else:
             yield child
 
 
-def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
+def plan_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
     """Return a function from the name of a weight to the precision that transformers keeps it in, None for `dtype`."""
     plan = {glob.replace("*", ".*"): planned for glob, planned in model._get_dtype_plan(dtype).items()}
     return lambda name: next((planned for pattern, planned in plan.items() if re.search(pattern, name)), None)
@@ -346,8 +346,8 @@ def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str]
 
 @torch.no_grad()
 def fill_buffers(model: PreTrainedModel, files: WeightFiles) -> None:
-    """Give a model on the meta device its buffers, on the CPU: read, or computed from its config as `from_pretrained`
-    does (rotary frequencies), by the model's own initialization."""
+    """Fill the buffers of a model on the meta device, on the CPU: read from files, or computed from its config by the
+    model's initialization, as in `from_pretrained` (rotary frequencies)."""
     persistent = set(model.state_dict(keep_vars=True))
     for module_name, module in model.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -358,16 +358,16 @@ def fill_buffers(model: PreTrainedModel, files: WeightFiles) -> None:
             else:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
         module._is_hf_initialized = False  # type: ignore[assignment]
-    for parameter in model.parameters():  # read later, or an adapter's: nothing is drawn for them
+    for parameter in model.parameters():  # read later, or an adapter's: not initialized
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     model.initialize_weights()
 
 
 @contextmanager
-def placeholders(model: nn.Module) -> Iterator[None]:
-    """Let parameters on the meta device be tensors on the CPU of the same shapes, without memory of their own: for
-    code that makes something beside each layer, where the layer is."""
-    places = _places_of_meta_parameters(model.modules())
+def use_placeholders(model: nn.Module) -> Iterator[None]:
+    """Replace parameters on the meta device by CPU tensors of the same shapes that use no memory, for code that creates
+    modules on each layer's device."""
+    places = _find_meta_parameters(model.modules())
     filled = _fill(places, lambda parameter: torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
     yield
     for parameter, placeholder in filled:
@@ -376,44 +376,44 @@ def placeholders(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def values_in_forward(model: PreTrainedModel, files: WeightFiles, max_numbers: int = 0) -> Iterator[None]:
-    """Give a model on the meta device its values on the CPU: those of a block for each of its forwards anew, all others
-    until the end. No more than that is in memory.
+def load_values_in_forward(model: PreTrainedModel, files: WeightFiles, max_numbers: int = 0) -> Iterator[None]:
+    """Load the values of a model on the meta device to the CPU on demand: blocks for each of their forwards, all others
+    until exit. Memory is bounded accordingly.
 
     Args:
-        max_numbers: parameters that may be in memory together; blocks that are among them are not read again.
+        max_numbers: number of parameters that may be in memory together; blocks within it are read only once.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def read(parameter: nn.Parameter) -> torch.Tensor:
         return files.read(names[id(parameter)], dtype=parameter.dtype)
 
-    blocks = transformer_blocks(model)
+    blocks = get_transformer_blocks(model)
     of_blocks = {id(module) for block in blocks for module in block.modules()}
-    others = _places_of_meta_parameters(module for module in model.modules() if id(module) not in of_blocks)
+    others = _find_meta_parameters(module for module in model.modules() if id(module) not in of_blocks)
     room = max_numbers - sum({id(parameter): parameter.numel() for *_, parameter in others}.values())
-    # The next block needs room beside those that stay.
-    while blocks and room >= sum(map(_num_parameters, blocks[:2])):
-        room -= _num_parameters(blocks[0])
-        others += _places_of_meta_parameters(blocks.pop(0).modules())
+    # the next block must fit next to the resident ones
+    while blocks and room >= sum(map(_count_parameters, blocks[:2])):
+        room -= _count_parameters(blocks[0])
+        others += _find_meta_parameters(blocks.pop(0).modules())
     with ExitStack() as hooks:
         _fill(others, read)
         hooks.callback(_empty, others)
         for block in blocks:
-            places = _places_of_meta_parameters(block.modules())
+            places = _find_meta_parameters(block.modules())
 
-            def before(*_: object, places: Sequence[_Place] = places) -> None:
+            def on_before(*_: object, places: Sequence[_Place] = places) -> None:
                 _fill(places, read)
 
-            def after(*_: object, places: Sequence[_Place] = places) -> None:
+            def on_after(*_: object, places: Sequence[_Place] = places) -> None:
                 _empty(places)
 
-            hooks.callback(block.register_forward_pre_hook(before).remove)
-            hooks.callback(block.register_forward_hook(after, always_call=True).remove)
+            hooks.callback(block.register_forward_pre_hook(on_before).remove)
+            hooks.callback(block.register_forward_hook(on_after, always_call=True).remove)
         yield
 
 
-def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+def get_transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the layers that transformers says must not be split over devices."""
     names = set(getattr(model, "_no_split_modules", None) or [])
     return [module for module in model.modules() if type(module).__name__ in names]
@@ -423,7 +423,7 @@ _Place = tuple[nn.Module, str, nn.Parameter]
 """Module, name there, parameter on the meta device."""
 
 
-def _places_of_meta_parameters(modules: Iterable[nn.Module]) -> list[_Place]:
+def _find_meta_parameters(modules: Iterable[nn.Module]) -> list[_Place]:
     return [
         (module, name, parameter)
         for module in modules
@@ -432,14 +432,14 @@ def _places_of_meta_parameters(modules: Iterable[nn.Module]) -> list[_Place]:
     ]
 
 
-def _num_parameters(module: nn.Module) -> int:
+def _count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _fill(
     places: Sequence[_Place], value_of: Callable[[nn.Parameter], torch.Tensor]
 ) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Put parameters with values in the places of those on the meta device; tied ones stay tied. Returns: the pairs."""
+    """Replace the parameters on the meta device by ones with values; tied ones stay tied. Returns the pairs."""
     filled: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module, name, parameter in places:
         if id(parameter) not in filled:
@@ -450,6 +450,6 @@ def _fill(
 
 
 def _empty(places: Sequence[_Place]) -> None:
-    """Put the parameters on the meta device back."""
+    """Restore the parameters on the meta device."""
     for module, name, parameter in places:
         module._parameters[name] = parameter

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, TypeVarTuple
 
 from skyrl_train.env_vars import scheduling_timeout_seconds
-from skyrl_train.models.packing import PrefixOrder, prefix_order
+from skyrl_train.models.packing import PrefixOrder, compute_prefix_order
 from skyrl_train.orchestration.launcher import Calls, Ranks
 from skyrl_train.training_backends.base import ParallelInfo, RankInfo
 from skyrl_train.training_batch import TrainingInputBatch
@@ -88,7 +88,7 @@ class ActorGroup:
         if not all(info.shares_prefixes for info in self.parallel):
             return None
         columns = batch.tensor("sequences"), batch.tensor("attention_mask")
-        return prefix_order(*columns, batch.metadata["response_length"])
+        return compute_prefix_order(*columns, batch.metadata["response_length"])
 
     async def call_all(self, method: Callable[[Any, *Args], R], *args: *Args) -> list[R]:
         """Call a method on every rank. Returns: the answers in rank order."""

@@ -181,7 +181,7 @@ class InlineLauncher:
 
     def __init__(self, cfg: SkyRLConfig):
         self._cfg = cfg
-        self._device = cfg.trainer.placement.resolved_device()
+        self._device = cfg.trainer.placement.resolve_device()
 
     def start_ranks(
         self,

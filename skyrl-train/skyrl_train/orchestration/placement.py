@@ -58,7 +58,7 @@ class Placement:
         """Start the workers of one model; `ActorGroup.init_model` then waits for them."""
         trainer = self._cfg.trainer
         num_ranks: int = getattr(trainer.placement, f"{name}_world_size")
-        device = trainer.placement.resolved_device()
+        device = trainer.placement.resolve_device()
         ranks = self.launcher.start_ranks(
             name, make_worker, args, num_ranks=num_ranks, device=device, log_folder=run_folder.logs_folder
         )

@@ -216,7 +216,7 @@ class EngineBundles:
 
     def __init__(self, cfg: SkyRLConfig, shared: PlacementGroup | None):
         self._shared = shared
-        self._device = cfg.trainer.placement.resolved_device()
+        self._device = cfg.trainer.placement.resolve_device()
         self._num_gpus = cfg.generator.engine_world_size
         self._gpus = gpus_of_engines(cfg, shared)
         self._group, self._bundles = bundles_of_engines(cfg, shared)
@@ -259,7 +259,7 @@ def reserve_shared_gpus(cfg: SkyRLConfig, timeout_seconds: float | None = None) 
     Raises:
         WorkerError: the cluster could not give them in time.
     """
-    if not cfg.trainer.placement.colocate_all or cfg.trainer.placement.resolved_device() == "cpu":
+    if not cfg.trainer.placement.colocate_all or cfg.trainer.placement.resolve_device() == "cpu":
         return None
     num_gpus = cfg.generator.num_inference_engines * cfg.generator.engine_world_size
     purpose = "workers and engines (generator.num_inference_engines x GPUs of each)"
@@ -277,7 +277,7 @@ def bundles_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> tuple
     if shared is not None:
         return shared, order_by_node(nodes_of_bundles(shared))
     count = cfg.generator.num_inference_engines
-    if cfg.trainer.placement.resolved_device() == "cpu":
+    if cfg.trainer.placement.resolve_device() == "cpu":
         return None, list(range(count))
     purpose = "the engines (generator.num_inference_engines x GPUs of each)"
     own = reserve_bundles(count, "cuda", num_devices=cfg.generator.engine_world_size, purpose=purpose)

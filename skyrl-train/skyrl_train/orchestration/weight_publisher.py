@@ -182,7 +182,7 @@ class WeightPublisher:
             infos,
             places,
             colocated=placement.colocate_all,
-            device=placement.resolved_device(),
+            device=placement.resolve_device(),
             remote=not generator.run_engines_locally,
             one_process=placement.launcher == "inline" and generator.run_engines_locally,
         )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from skyrl_train.algorithms.sampling import TOLERANCE, informative_groups
+from skyrl_train.algorithms.sampling import TOLERANCE, find_informative_groups
 from skyrl_train.rollouts.types import NO_VERSION, RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup
 
 
@@ -88,7 +88,7 @@ def scores(group: TrajectoryGroup) -> list[float | None]:
 def is_informative(group: TrajectoryGroup, tolerance: float = TOLERANCE) -> bool:
     """Check that the rewards of a group differ by more than `tolerance`, so that it has a gradient (see
     `algorithms.sampling`)."""
-    return bool(informative_groups(scores(group), [group.uid] * len(group.trajectories), tolerance))
+    return bool(find_informative_groups(scores(group), [group.uid] * len(group.trajectories), tolerance))
 
 
 def with_uid(group: TrajectoryGroup, uid: str) -> TrajectoryGroup:

@@ -1,7 +1,7 @@
-"""Interface of a training backend: how one rank of a model is loaded, divided, scored, stepped and stored.
+"""Interface of a training backend, which loads, shards, scores, steps and stores one rank of a model.
 
-A backend knows no algorithm: it is given an objective, which turns scores of a micro-batch into a loss. An objective
-knows no rank: the backend divides, scales and gathers.
+A backend knows no algorithm: it is given an objective, which maps scores of a micro-batch to a loss. An objective knows
+no rank: the backend shards, scales and gathers.
 """
 
 import math
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 import torch
 
 from skyrl_train.config import CriticConfig, PolicyConfig, RefConfig, SkyRLConfig
-from skyrl_train.distributed.process_group import free_port, init_process_group
-from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_parallel
+from skyrl_train.distributed.process_group import find_free_port, init_process_group
+from skyrl_train.distributed.ulysses import SequenceParallel, build_sequence_parallel
 from skyrl_train.expert_routes import no_route
 from skyrl_train.models.experts import RouterStatistics
 from skyrl_train.training_backends.checkpoint import BackgroundWrite, StateFiles, WrittenFiles, write_state
@@ -23,22 +23,23 @@ from skyrl_train.training_backends.optimizer import LearningRateSchedule
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.utils.storage import Place
 
-if TYPE_CHECKING:  # the driver knows backends by this interface, and has no model
+if TYPE_CHECKING:  # the driver uses only this interface, without a model
     from transformers import PreTrainedModel
 
 ModelName = Literal["policy", "critic", "ref"]
-"""Models of a run, as settings and metrics name them."""
+"""Models of a run, as named in settings and metrics."""
 
 MetricSums = dict[str, float]
-"""Metrics of a part of a mini-batch: `loss/<name>` are parts of the loss (already weighted), `token/<name>` are sums
-over the tokens of the loss mask, whose number is `num_tokens`; these add up over parts. `max/<name>` are maxima."""
+"""Metrics of a part of a mini-batch. `loss/<name>` are parts of the loss (already weighted), `token/<name>` are sums
+over the tokens of the loss mask, `num_tokens` is the number of these tokens; all three add up over parts. `max/<name>`
+are maxima."""
 
 _WEIGHTS = ("loss_mask", "loss_weights", "critic_loss_weights")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """Rank of a worker in its group, and the address at which the group meets."""
+    """Rank of a worker in its group, and the group's rendezvous address."""
 
     rank: int = 0
     world_size: int = 1
@@ -51,8 +52,8 @@ class RankInfo:
 class ParallelInfo:
     """Position of a rank among the ranks of its model.
 
-    Consecutive ranks that hold parts of one replica's work (sequence, tensor or pipeline parallel) share a
-    data-parallel rank: they are given the same rows.
+    Consecutive ranks that split the work of a replica (sequence, tensor or pipeline parallel) share a data-parallel
+    rank and get the same rows.
     """
 
     rank: int = 0
@@ -61,10 +62,10 @@ class ParallelInfo:
     """Ranks that share a data-parallel rank."""
 
     holds_outputs: bool = True
-    """Scores and metric sums of this rank are those of its rows (false for all but the last pipeline stage)."""
+    """Whether this rank's scores and metric sums are valid for its rows (only the last pipeline stage)."""
 
     shares_prefixes: bool = False
-    """Rows of a micro-batch that begin alike compute their prefix once."""
+    """Common prefixes of a micro-batch are computed once."""
 
     @property
     def data_parallel_rank(self) -> int:
@@ -79,19 +80,19 @@ class Scores(NamedTuple):
     """Scores of the response tokens of a micro-batch. b rows, R columns; 0 at padding."""
 
     output: torch.Tensor
-    """[b, R] float32: log-probs under the temperature of sampling (policy, reference), or values (critic)."""
+    """[b, R] float32: log-probs under the sampling temperature (policy, reference), or values (critic)."""
 
     entropy: torch.Tensor | None = None
-    """[b, R] float32, in nats; None where it was not asked for."""
+    """[b, R] float32, in nats; None if not requested."""
 
     router: RouterStatistics | None = None
-    """Use of the experts by the tokens of this rank, in a mixture of experts."""
+    """Expert load of this rank's tokens, in a mixture of experts."""
 
     routes: torch.Tensor | None = None
-    """[b, T, L, k] experts of every token (`expert_routes.py`); None where they were not asked for."""
+    """[b, T, L, k] experts of every token (`expert_routes.py`); None if not requested."""
 
     candidates: torch.Tensor | None = None
-    """[b, R, K] float32: log-probs of the tokens `teacher_ids` of the micro-batch; None where it has none."""
+    """[b, R, K] float32: log-probs of the tokens `teacher_ids` of the micro-batch; None without them."""
 
 
 class Objective(Protocol):
@@ -100,11 +101,11 @@ class Objective(Protocol):
     needs_entropy: bool
 
     def __call__(self, scores: Scores, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, MetricSums]:
-        """Compute the micro-batch's part of the mini-batch's loss, a scalar, and of its metrics.
+        """Compute the micro-batch's part of the mini-batch loss, a scalar, and of its metrics.
 
         Args:
-            micro_batch: columns [b, R] on the device of the scores. Their weights are those of the whole mini-batch
-                (parts add up to its loss), and 0 in dummy micro-batches.
+            micro_batch: columns [b, R] on the device of the scores. Weights are relative to the whole mini-batch (parts
+                add up to its loss), and 0 in dummy micro-batches.
         """
         ...
 
@@ -115,14 +116,13 @@ class Gradient:
 
     sums: MetricSums
     outputs: torch.Tensor
-    """[B, R] on the CPU: `Scores.output` of the rows that were computed, 0 in others."""
+    """[B, R] on the CPU: `Scores.output` of the computed rows, 0 in others."""
 
     router: RouterStatistics | None
-    """Use of the experts by this rank's tokens; None in a model without experts, on every rank alike."""
+    """Expert load of this rank's tokens; None on every rank in a model without experts."""
 
     entropies: torch.Tensor | None = None
-    """[B, R] on the CPU: `Scores.entropy` of the rows that were computed, 0 in others; None for an objective without
-    entropy."""
+    """[B, R] on the CPU: `Scores.entropy` of the computed rows, 0 in others; None for an objective without entropy."""
 
 
 @dataclass(frozen=True)
@@ -130,25 +130,25 @@ class Step:
     """Result of an optimizer step."""
 
     grad_norm: float
-    """Global, before clipping."""
+    """Global norm before clipping."""
 
     learning_rate: float
     is_skipped: bool
-    """The gradient was not finite, and the weights are as before."""
+    """The gradient was not finite, and the weights are unchanged."""
 
 
 class TrainingBackend(ABC):
-    """Holder of one rank of a model. Every method but properties is a collective: all ranks call it, in the same order.
+    """One rank of a model. Every method except for properties is a collective: all ranks call it, in the same order.
 
     Args:
         cfg: settings of the run.
-        name: the model, whose settings are `trainer.<name>`.
+        name: the model, configured by `trainer.<name>`.
         num_training_steps: optimizer steps of the whole run, for the learning-rate schedule; None for a model that is
             not trained.
     """
 
     schedule: LearningRateSchedule
-    """Learning rates of a model that is trained, from `begin_schedule` on."""
+    """Learning rates of a trained model, set by `begin_schedule`."""
 
     def __init__(self, cfg: SkyRLConfig, name: ModelName, num_training_steps: int | None = None):
         self.cfg = cfg
@@ -156,7 +156,7 @@ class TrainingBackend(ABC):
         self.num_training_steps = num_training_steps
         self.device = torch.device("cpu")
         self.parallel = ParallelInfo()
-        self.sequence_parallel: SequenceParallel | None = None  # the ranks that share this rank's sequences
+        self.sequence_parallel: SequenceParallel | None = None  # ranks that share this rank's sequences
 
     @property
     def settings(self) -> PolicyConfig | CriticConfig | RefConfig:
@@ -165,7 +165,7 @@ class TrainingBackend(ABC):
 
     @property
     def trained_settings(self) -> PolicyConfig | CriticConfig:
-        """Section `trainer.<name>` of a model that is trained."""
+        """Section `trainer.<name>` of a trained model."""
         settings = self.settings
         assert not isinstance(settings, RefConfig), "the reference model is never trained"
         return settings
@@ -178,24 +178,24 @@ class TrainingBackend(ABC):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether rows of a micro-batch that begin alike compute their prefix once. Known once the model is loaded."""
+        """Whether common prefixes of a micro-batch are computed once. Known after the model is loaded."""
         return False
 
     @abstractmethod
     def load_model(self) -> None:
-        """Load the model of `trainer.<name>.model.path` and, if it is trained, make a new optimizer and schedule."""
+        """Load the model of `trainer.<name>.model.path` and, if it is trained, create an optimizer and schedule."""
 
     @property
     @abstractmethod
     def transformer(self) -> "PreTrainedModel":
-        """The transformers model, whose config and class exports have."""
+        """The transformers model, which provides config and class for exports."""
 
     @abstractmethod
     def score(self, micro_batch: TrainingInputBatch, *, with_entropy: bool = False) -> Scores:
-        """Run the model on `sequences` and `attention_mask` [b, T], over `expert_routes` [b, T, L, k] if there are any;
-        gradients flow where they are enabled. With `teacher_ids` [b, R, K] (backends whose traits have `candidates`)
-        the scores of these tokens are computed, too. With `kept_ids` [b, M] and `kept_counts` [b, R] (backends whose
-        traits have `sampling_masks`) the log-probs are over these tokens alone."""
+        """Run the model on `sequences` and `attention_mask` [b, T], replaying `expert_routes` [b, T, L, k] if present;
+        gradients flow if enabled. With `teacher_ids` [b, R, K] (backends whose traits have `candidates`) the scores of
+        these tokens are computed, too. With `kept_ids` [b, M] and `kept_counts` [b, R] (backends whose traits have
+        `sampling_masks`) the log-probs are normalized over these tokens."""
 
     @abstractmethod
     def prompt_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -203,66 +203,69 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of this rank's part of a mini-batch's loss. The gradient of the mini-batch is that of the
-        sum over data-parallel ranks."""
+        """Accumulate the gradient of this rank's part of a mini-batch loss. The mini-batch gradient is the sum over
+        data-parallel ranks."""
 
     @abstractmethod
     def optimizer_step(self) -> Step:
-        """Clip the gradient by its global norm, update the weights unless it is not finite, forget it, and advance the
+        """Clip the gradient by its global norm, update the weights unless it is not finite, zero it, and advance the
         learning-rate schedule."""
 
     @abstractmethod
     def gather_parameters(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter whole, few at a time in the same order on every rank, with adapters merged, under the
-        names of transformers; then buffers that checkpoints hold (`models/persistent_buffers.py`), in their own dtype.
+        """Yield every parameter gathered, few at a time in the same order on every rank, with adapters merged, under
+        the names of transformers; then persistent buffers (`models/persistent_buffers.py`), in their dtype.
 
         Args:
-            dtype: what parameters are cast to, before they travel where that gives the same bits.
+            dtype: dtype to cast parameters to, before sending if that gives the same bits.
         """
 
     @abstractmethod
     def load_parameters(self, folder: str) -> None:
-        """Replace the weights by those of a model that `Worker.save_hf_model` wrote."""
+        """Replace the weights by a model that `Worker.save_hf_model` wrote."""
 
     @abstractmethod
     def training_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every trained weight NAME whole, in float32, and what the optimizer holds of it: `NAME/exp_avg` and
+        """Yield every trained weight NAME gathered in float32, and its optimizer state: `NAME/exp_avg` and
         `NAME/exp_avg_sq` of the weight's shape, `NAME/step` (a scalar: steps taken); one at a time in the same order on
-        every rank. Names are those of transformers, of adapters those of peft's files: any backend reads them."""
+        every rank. Names are as in transformers or, for adapters, as in peft's files, so that all backends can read
+        them.
+        """
 
     @abstractmethod
     def load_training_state(self, files: StateFiles) -> None:
-        """Replace it by what the files hold, of which each rank reads its part. The optimizer's settings stay those of
-        this run. Raises CheckpointError if the files do not fit."""
+        """Load this rank's part of the training state from files. Optimizer settings of this run are kept. Raises
+        CheckpointError if the files do not fit.
+        """
 
     def offload(self) -> None:  # noqa: B027  a backend on a CPU has nothing to give
         """Free the device's memory until `onload`."""
 
     def onload(self) -> None:  # noqa: B027
-        """Take the device again."""
+        """Reload the model to the device."""
 
     # ---- shared by backends
 
     def begin_schedule(self) -> None:
-        """Begin the learning-rate schedule of a new optimizer."""
+        """Start the learning-rate schedule of a new optimizer."""
         assert self.num_training_steps is not None, f"the {self.name} is not trained"
         self.schedule = LearningRateSchedule(self.trained_settings.optimizer_config, self.num_training_steps)
 
     def save(self, folder: Place) -> WrittenFiles:
-        """Write weights, optimizer, schedule and random state. Raises CheckpointError if the disk refuses."""
+        """Write weights, optimizer, schedule and random state. Raises CheckpointError on disk errors."""
         parallel = self.parallel
         tensors = self.training_state()
         return write_state(folder, tensors, self.schedule.num_steps, parallel.rank, parallel.world_size)
 
     def start_saving(self, folder: Place) -> BackgroundWrite:
-        """Copy to host memory what `save` writes, and let a thread write it."""
+        """Copy the data of `save` to host memory, and write it in a thread."""
         parallel = self.parallel
         tensors = self.training_state()
         return BackgroundWrite(folder, tensors, self.schedule.num_steps, parallel.rank, parallel.world_size)
 
     def load(self, folder: Path) -> None:
-        """Restore the state that `save` wrote, under any backend and on any number of ranks. The optimizer's settings
-        stay those of this run. Raises CheckpointError if it does not fit."""
+        """Restore the state written by `save` under any backend and number of ranks. Optimizer settings of this run are
+        kept. Raises CheckpointError if it does not fit."""
         files = StateFiles(folder)
         self.load_training_state(files)
         files.check_all_read()
@@ -277,15 +280,14 @@ class TrainingBackend(ABC):
         self.parallel = ParallelInfo(
             rank=info.rank, world_size=info.world_size, ranks_per_replica=self.settings.sequence_parallel_size
         )
-        self.sequence_parallel = make_sequence_parallel(self.settings.sequence_parallel_size, timeout)
+        self.sequence_parallel = build_sequence_parallel(self.settings.sequence_parallel_size, timeout)
 
     def score_recording_routes(self, micro_batch: TrainingInputBatch) -> Scores:
-        """Run the model as `score` does, and return the routes that it took. For backends whose traits have
-        `routing_replay`."""
+        """Run the model as in `score`, and return the routes used. For backends whose traits have `routing_replay`."""
         raise NotImplementedError(f"{type(self).__name__} records no routes")
 
     def score_top(self, micro_batch: TrainingInputBatch, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids and log-probs [b, R, K] of the most likely tokens at each response token, likeliest first. For
+        """Return ids and log-probs [b, R, K] of the most likely tokens at each response token, in descending order. For
         backends whose traits have `candidates`."""
         raise NotImplementedError(f"{type(self).__name__} returns no tokens but those of the response")
 
@@ -294,12 +296,12 @@ class TrainingBackend(ABC):
         self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch], num_top: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Score all rows by `score_top`. Returns: ids [B, R, K] int32 and log-probs [B, R, K] float32, on the CPU; 0 in
-        rows that only dummy micro-batches hold."""
+        rows that only dummy micro-batches contain."""
         shape = (len(batch), batch.metadata["response_length"], num_top)
         ids, log_probs = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape)
         for micro_batch in micro_batches:
             rows = torch.tensor(micro_batch.rows)
-            top_ids, top = self.score_top(batch.rows(rows), num_top)  # also of dummies: ranks meet in every forward
+            top_ids, top = self.score_top(batch.rows(rows), num_top)  # also of dummies: all ranks join every forward
             if not micro_batch.is_dummy:
                 ids[rows], log_probs[rows] = top_ids.cpu().int(), top.cpu()
         return ids, log_probs
@@ -307,13 +309,13 @@ class TrainingBackend(ABC):
     def score_each(
         self, micro_batches: Iterable[TrainingInputBatch], *, record_routes: bool = False
     ) -> Iterable[Scores]:
-        """Score micro-batches in turn."""
+        """Score micro-batches one after another."""
         return map(self.score_recording_routes if record_routes else self.score, micro_batches)
 
     @torch.no_grad()
     def forward(self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Score all rows without gradients. Returns: `Scores.output` [B, R] on the CPU; 0 in rows that only dummy
-        micro-batches hold."""
+        micro-batches contain."""
         outputs = torch.zeros(len(batch), batch.metadata["response_length"])
         parts = (batch.rows(torch.tensor(each.rows)) for each in micro_batches)
         for micro_batch, scores in zip(micro_batches, self.score_each(parts), strict=True):
@@ -325,13 +327,13 @@ class TrainingBackend(ABC):
     def forward_recording_routes(
         self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score all rows like `forward`. Returns: scores [B, R], and the routes taken [B, T, L, k], on the CPU."""
+        """Score all rows like `forward`. Returns: scores [B, R], and the routes used [B, T, L, k], on the CPU."""
         outputs = torch.zeros(len(batch), batch.metadata["response_length"])
         routes: torch.Tensor | None = None
         parts = (batch.rows(torch.tensor(each.rows)) for each in micro_batches)
         for micro_batch, scores in zip(micro_batches, self.score_each(parts, record_routes=True), strict=True):
             assert scores.routes is not None
-            if routes is None:  # their shape is the model's; rows of dummies alone keep "no route"
+            if routes is None:  # their shape depends on the model; rows only in dummies keep "no route"
                 routes = scores.routes.new_full(
                     (len(batch), *scores.routes.shape[1:]), no_route(scores.routes.dtype), device="cpu"
                 )
@@ -345,7 +347,7 @@ class TrainingBackend(ABC):
     def forward_backward(
         self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch], objective: Objective
     ) -> Gradient:
-        """Add the gradient of this rank's part of one mini-batch.
+        """Accumulate the gradient of this rank's part of one mini-batch.
 
         Args:
             batch: rows of this data-parallel rank. R is metadata `response_length`.
@@ -359,18 +361,18 @@ class TrainingBackend(ABC):
             rows = torch.tensor(micro_batch.rows)
             micro = batch.rows(rows)
             if micro_batch.is_dummy:
-                micro = without_weight(micro)
+                micro = build_dummy(micro)
             scores = self.score(micro, with_entropy=objective.needs_entropy)
             loss, own = objective(scores, micro.to(self.device))
             self.backward(loss)
             sums.append(own)
             if not micro_batch.is_dummy:
                 outputs[rows] = scores.output.detach().cpu()
-                # On the CPU at once: the device keeps no [B, R] of its own beside the activations.
+                # Moved to the CPU at once: the device holds no [B, R] in addition to the activations.
                 if entropies is not None and scores.entropy is not None:
                     entropies[rows] = scores.entropy.detach().cpu()
             if scores.router is not None:
-                counted = scores.router.zeros() if micro_batch.is_dummy else scores.router
+                counted = scores.router.build_zeros() if micro_batch.is_dummy else scores.router
                 router = counted if router is None else router + counted
         return Gradient(merge_metric_sums(sums), outputs, router, entropies)
 
@@ -380,7 +382,9 @@ MakeBackend = Callable[[SkyRLConfig, ModelName, int | None], TrainingBackend]
 
 
 def join_process_group(info: RankInfo, timeout_seconds: float) -> None:
-    """Make this process a rank of a group, on its device. Every later collective ends by the timeout or raises."""
+    """Join this process to a process group as a rank, on its device. Every later collective raises after the
+    timeout.
+    """
     device = torch.device(info.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -388,27 +392,27 @@ def join_process_group(info: RankInfo, timeout_seconds: float) -> None:
         rank=info.rank,
         world_size=info.world_size,
         master_address=info.master_address,
-        master_port=info.master_port or free_port(),
+        master_port=info.master_port or find_free_port(),
         device=device,
         timeout_seconds=timeout_seconds,
     )
 
 
-def without_weight(micro: TrainingInputBatch) -> TrainingInputBatch:
-    """Return a dummy micro-batch: the same rows, of which no token counts in loss or metrics."""
+def build_dummy(micro: TrainingInputBatch) -> TrainingInputBatch:
+    """Return a dummy micro-batch: the same rows, with no tokens counted in loss or metrics."""
     zeros = {name: torch.zeros_like(micro.tensor(name)) for name in _WEIGHTS if micro.get(name) is not None}
     return TrainingInputBatch({**micro, **zeros}, metadata=micro.metadata)
 
 
 def merge_metric_sums(parts: Iterable[MetricSums]) -> MetricSums:
-    """Merge the metrics of micro-batches or ranks into those of the whole."""
+    """Merge the metrics of micro-batches or ranks."""
     whole: MetricSums = {}
     for part in parts:
         for name, value in part.items():
             if name not in whole:
                 whole[name] = value
             else:
-                # Where one is NaN the maximum is: max() alone may pass over it.
+                # If one is NaN the maximum is NaN: max() alone may skip it.
                 is_maximum = name.startswith("max/") and not math.isnan(whole[name] + value)
                 whole[name] = max(whole[name], value) if is_maximum else whole[name] + value
     return whole

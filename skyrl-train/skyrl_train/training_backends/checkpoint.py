@@ -1,7 +1,8 @@
-"""Files of a model in training: whole tensors under the names of transformers, for any backend and number of ranks.
+"""Checkpoint files of a training model: gathered tensors under the names of transformers, for any backend and number of
+ranks.
 
-Each rank writes its share of the tensors, and hashes what it wrote. `state_<rank>_<n>.safetensors` hold weights and
-moments; `random_<rank>.safetensors` the state of a rank's random generators; `state.json` what is no tensor.
+Each rank writes a part of the tensors and hashes its files. `state_<rank>_<n>.safetensors` hold weights and moments;
+`random_<rank>.safetensors` the state of a rank's random generators; `state.json` everything that is not a tensor.
 """
 
 import hashlib
@@ -30,7 +31,7 @@ _MAX_FILE_BYTES = 512 << 20  # two copies of one file are in a rank's memory whi
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """Report of one rank about its files in a folder that all ranks wrote into.
+    """Report of one rank about its files in a folder shared by all ranks.
 
     Args:
         node: the machine's name and address.
@@ -44,34 +45,34 @@ class WrittenFiles:
 def write_state(
     folder: Place, tensors: Iterable[tuple[str, torch.Tensor]], num_steps: int, rank: int, num_ranks: int
 ) -> WrittenFiles:
-    """Write a model in training into a folder. A collective.
+    """Write a training model into a folder. A collective.
 
     Args:
         tensors: `TrainingBackend.training_state()`.
-        num_steps: optimizer steps that the learning-rate schedule has counted.
+        num_steps: optimizer steps counted by the learning-rate schedule.
 
     Returns: the files of this rank.
 
     Raises:
-        CheckpointError: the disk refuses. The rank has then taken part in all gathering: its peers do not wait for it.
+        CheckpointError: a disk error. The rank has then joined all gathers, so that its peers do not hang.
     """
-    return RankShare(rank, num_ranks, num_steps).write(folder, _share_of(tensors, rank, num_ranks))
+    return RankShare(rank, num_ranks, num_steps).write(folder, _select_tensors(tensors, rank, num_ranks))
 
 
 class RankShare:
-    """One rank's share of a model in training, and the state of its random generators as they are now.
+    """One rank's part of a training model, with the current state of its random generators.
 
     Args:
-        num_steps: optimizer steps that the learning-rate schedule has counted.
+        num_steps: optimizer steps counted by the learning-rate schedule.
     """
 
     def __init__(self, rank: int, num_ranks: int, num_steps: int):
         self._rank = rank
         self._described = {"format": FORMAT, "num_steps": num_steps, "num_ranks": num_ranks}
-        self._random_state = _random_state()
+        self._random_state = _get_random_state()
 
     def write(self, folder: Place, tensors: Iterable[tuple[str, torch.Tensor]]) -> WrittenFiles:
-        """Write the files of this rank, with its tensors. Raises CheckpointError when all tensors were taken."""
+        """Write the files of this rank. Raises CheckpointError after all tensors were consumed."""
         writer = _Writer(folder, self._rank)
         for name, tensor in tensors:
             writer.add(name, tensor)
@@ -85,8 +86,8 @@ class RankShare:
 
 
 class BackgroundWrite:
-    """Copy of this rank's share in host memory, which a thread writes while training goes on. See `write_state` for the
-    arguments. A collective until it is made."""
+    """Copy of this rank's part in host memory, written by a thread while training continues. See `write_state` for the
+    arguments. Construction is a collective."""
 
     def __init__(
         self,
@@ -97,29 +98,29 @@ class BackgroundWrite:
         num_ranks: int,
     ):
         share = RankShare(rank, num_ranks, num_steps)
-        copies = dict(_share_of(tensors, rank, num_ranks))
+        copies = dict(_select_tensors(tensors, rank, num_ranks))
         self._written: Future[WrittenFiles] = Future()
 
         def write() -> None:
-            try:  # tensors are taken out one by one: what is written needs no memory any more
+            try:  # tensors are removed one by one, so that written ones free their memory
                 taken = ((name, copies.pop(name)) for name in list(copies))
                 self._written.set_result(share.write(folder, taken))
-            except BaseException as error:  # whoever asks for the files raises it
+            except BaseException as error:  # raised when the files are requested
                 self._written.set_exception(error)
 
-        # A daemon: a store that does not answer must not keep a process from ending.
+        # A daemon: an unresponsive store must not keep the process from exiting.
         threading.Thread(target=write, name="checkpoint", daemon=True).start()
 
-    def files(self) -> WrittenFiles | None:
-        """Return the files of this rank, None while they are being written. Raises CheckpointError."""
+    def get_files(self) -> WrittenFiles | None:
+        """Return the files of this rank, or None while they are being written. Raises CheckpointError."""
         return self._written.result() if self._written.done() else None
 
 
-def _share_of(
+def _select_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]], rank: int, num_ranks: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield copies of the tensors that this rank writes. Each goes to the rank with the fewest bytes so far, as every
-    rank computes for itself. All of them are taken from the iterator, which gathers them."""
+    """Yield copies of the tensors that this rank writes. Each is assigned to the rank with the fewest bytes so far,
+    computed identically on all ranks. The iterator, which gathers tensors, is always exhausted."""
     given = [0] * num_ranks
     for name, tensor in tensors:
         writer = given.index(min(given))
@@ -129,7 +130,7 @@ def _share_of(
 
 
 class _Writer:
-    """Writer of one rank's files. After the first error it writes nothing, and keeps the error for the end."""
+    """Writer of one rank's files. After the first error it writes nothing, and raises the error at the end."""
 
     def __init__(self, folder: Place, rank: int):
         self.files: dict[str, FileRecord] = {}
@@ -160,10 +161,10 @@ class _Writer:
 
 
 class StateFiles:
-    """Reader of the files that `write_state` wrote.
+    """Reader of files written by `write_state`.
 
     Raises:
-        CheckpointError: the folder holds none, or those of another release.
+        CheckpointError: the folder has none, or files of another release.
     """
 
     def __init__(self, folder: Path):
@@ -184,7 +185,7 @@ class StateFiles:
 
     @cached_property
     def _places(self) -> dict[str, safe_open]:
-        """File of each tensor, open: tensors are mapped into memory, and only what is looked at is read."""
+        """Open file of each tensor: tensors are memory-mapped, so only accessed ones are read."""
         places = {}
         try:
             for path in sorted(self._folder.glob("state_*.safetensors")):
@@ -196,10 +197,10 @@ class StateFiles:
         return places
 
     def read(self, name: str, shape: torch.Size | None = None) -> torch.Tensor:
-        """Return a whole tensor, on the CPU; it must not be written to.
+        """Return a whole tensor, on the CPU; it must not be modified.
 
         Raises:
-            CheckpointError: there is none of this name, or it has another shape.
+            CheckpointError: the name is missing, or the shape differs.
         """
         if name not in self._places:
             raise CheckpointError(f"{self._folder} does not fit this model: it lacks {name}")
@@ -216,7 +217,7 @@ class StateFiles:
         return name in self._places
 
     def check_all_read(self) -> None:
-        """Raise CheckpointError if the files hold what the model does not train."""
+        """Raise CheckpointError if the files contain tensors that the model does not train."""
         if self._unread:
             raise CheckpointError(
                 f"{self._folder} does not fit this model: it holds {sorted(self._unread)[0]}, which is not trained "
@@ -224,8 +225,8 @@ class StateFiles:
             )
 
     def restore_random_state(self, rank: int) -> None:
-        """Continue the random generators of this rank. A rank that is new (more ranks than before) takes those of rank
-        0, set apart by its number."""
+        """Restore the random generators of this rank. A new rank (more ranks than before) derives its state from rank
+        0's and its number."""
         own = self._folder / f"random_{rank}.safetensors"
         state = load_file(own if own.is_file() else self._folder / "random_0.safetensors")
         torch.set_rng_state(state["cpu"])
@@ -235,7 +236,7 @@ class StateFiles:
             torch.manual_seed(torch.initial_seed() + rank)
 
 
-def _random_state() -> dict[str, torch.Tensor]:
+def _get_random_state() -> dict[str, torch.Tensor]:
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

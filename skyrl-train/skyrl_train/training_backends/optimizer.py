@@ -1,4 +1,4 @@
-"""AdamW and the learning rate from settings, for every backend."""
+"""AdamW and the learning-rate schedule from settings, for all backends."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -19,9 +19,9 @@ class LearningRateSchedule:
     """
 
     def __init__(self, config: OptimizerConfig, num_training_steps: int):
-        from transformers import get_scheduler  # brings its trainer's modules, which the driver needs not
+        from transformers import get_scheduler  # imports its trainer modules, which the driver does not need
 
-        carrier = torch.optim.SGD([torch.zeros(1)], lr=config.lr)  # transformers makes schedules for optimizers alone
+        carrier = torch.optim.SGD([torch.zeros(1)], lr=config.lr)  # transformers creates schedules for optimizers only
         scheduler = get_scheduler(
             config.scheduler,
             carrier,
@@ -37,19 +37,19 @@ class LearningRateSchedule:
         """Learning rate of the next step."""
         return self._highest * self._factor(self.num_steps)
 
-    def advance(self) -> None:
+    def step(self) -> None:
         """Count a step."""
         self.num_steps += 1
 
 
-def new_adamw(
+def build_adamw(
     parameters: Iterable[nn.Parameter], config: OptimizerConfig, kind: type[AdamW] = torch.optim.AdamW, **options: Any
 ) -> AdamW:
-    """Make AdamW of the trained parameters. Weight decay spares no weight that is trained (norms, biases and embeddings
-    decay too), as in SkyRL's FSDP backend.
+    """Create AdamW for the trained parameters. Weight decay applies to all trained weights (including norms, biases and
+    embeddings), as in SkyRL's FSDP backend.
 
     Args:
-        options: what else `torch.optim.AdamW` takes.
+        options: further arguments of `torch.optim.AdamW`.
     """
     beta1, beta2 = config.adam_betas
     return kind(
@@ -68,7 +68,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the state that an optimizer keeps of every parameter. Step counts stay where the optimizer wants them."""
+    """Move the optimizer state of all parameters. Step counts stay where the optimizer needs them."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:

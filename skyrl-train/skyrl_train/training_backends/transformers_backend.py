@@ -1,4 +1,4 @@
-"""Base of backends that hold a model of transformers and compute whole micro-batches with it."""
+"""Base of backends that hold a transformers model and compute whole micro-batches with it."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -8,24 +8,24 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.config import RefConfig
-from skyrl_train.models.build import build_model, gather_parameters, transformer_of
-from skyrl_train.models.lora import begins_with_weights
+from skyrl_train.models.build import build_model, gather_parameters, get_transformer
+from skyrl_train.models.lora import has_weight_based_init
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.scoring_check import check_scoring
 from skyrl_train.models.value_model import ValueModel
-from skyrl_train.models.weight_files import WeightFiles, fill_buffers, open_on_all_ranks, values_in_forward
+from skyrl_train.models.weight_files import WeightFiles, fill_buffers, load_values_in_forward, open_on_all_ranks
 from skyrl_train.training_backends.base import Scores, TrainingBackend
 from skyrl_train.training_batch import TrainingInputBatch
 
 
 class TransformersBackend(TrainingBackend):
-    """Holder of a `ScoringModel` or `ValueModel`."""
+    """Backend around a `ScoringModel` or `ValueModel`."""
 
     model: ScoringModel | ValueModel
-    """The root module, whose parameters may be divided over the ranks."""
+    """Root module, whose parameters may be sharded over the ranks."""
 
     def build(self, path: str, *, with_weights: bool) -> ScoringModel | ValueModel:
-        """Make the model whole, on the CPU; without weights its parameters have shapes only (meta device)."""
+        """Build the unsharded model on the CPU; without weights its parameters have only shapes (meta device)."""
         return build_model(
             self.cfg,
             self.name,
@@ -37,40 +37,42 @@ class TransformersBackend(TrainingBackend):
         )
 
     def open_model(self, path: str, *, check: bool) -> tuple[ScoringModel | ValueModel, WeightFiles | None]:
-        """Make the model on the CPU, with no more memory than its parts need. A collective.
+        """Build the model on the CPU, with no more memory than this rank's shard needs. A collective.
 
         Args:
-            check: compare its scores with transformers' own, on rank 0.
+            check: compare its scores with transformers, on rank 0.
 
         Returns:
-            The model on the meta device but for buffers and what no file has (adapters, a critic's head), and the files
-            that each rank reads its part from. Where they cannot be read in parts: the model with its weights on rank
-            0, with shapes alone on others, and None.
+            The model on the meta device except for buffers and parameters without files (adapters, a critic's head),
+            and the
+                files from which each rank reads its shard. If they cannot be read in parts: the model with its weights
+                on rank
+                0, with only shapes on others, and None.
         """
         random_state = torch.get_rng_state()
         model = self.build(path, with_weights=False)
         refusal = None
         if method := self._init_method_from_weights:
             refusal = f"trainer.{self.name}.model.lora.init_method={method} computes adapters from the weights"
-        files = open_on_all_ranks(transformer_of(model), path, refusal)
+        files = open_on_all_ranks(get_transformer(model), path, refusal)
         is_first = self.parallel.rank == 0
         if files is not None:
-            fill_buffers(transformer_of(model), files)
+            fill_buffers(get_transformer(model), files)
         elif is_first:
             torch.set_rng_state(random_state)
             model = self.build(path, with_weights=True)
         if check and is_first:
-            # No more in memory than this rank's part where all ranks divide the model.
+            # No more in memory than this rank's shard if all ranks shard the model.
             part = sum(parameter.numel() for parameter in model.parameters()) // self.parallel.world_size
-            with nullcontext() if files is None else values_in_forward(transformer_of(model), files, part):
+            with nullcontext() if files is None else load_values_in_forward(get_transformer(model), files, part):
                 check_scoring(model, path)
         return model, files
 
     @property
     def _init_method_from_weights(self) -> str | None:
-        """Return `lora.init_method` if adapters begin as parts of the weights, which then differ from the files."""
+        """Return `lora.init_method` if adapters are initialized from the weights, which then differ from the files."""
         lora = None if isinstance(self.settings, RefConfig) else self.settings.model.lora
-        return lora.init_method if lora is not None and self.is_trained and begins_with_weights(lora) else None
+        return lora.init_method if lora is not None and self.is_trained and has_weight_based_init(lora) else None
 
     @property
     def shares_prefixes(self) -> bool:
@@ -78,14 +80,14 @@ class TransformersBackend(TrainingBackend):
 
     @property
     def transformer(self) -> PreTrainedModel:
-        return transformer_of(self.model)
+        return get_transformer(self.model)
 
     def compute(self, *args: object, **kwargs: object) -> Any:
         """Call the root module."""
         return self.model(*args, **kwargs)
 
     def score(self, micro_batch: TrainingInputBatch, *, with_entropy: bool = False) -> Scores:
-        inputs = self._inputs(micro_batch)
+        inputs = self._build_inputs(micro_batch)
         if isinstance(self.model, ValueModel):
             return Scores(self.compute(*inputs))
         routes = micro_batch.get("expert_routes")
@@ -102,19 +104,19 @@ class TransformersBackend(TrainingBackend):
             with_entropy=with_entropy,
             routes=routes,
             candidates=candidates,
-            # A tuple, into which FSDP looks for tensors; integers are not cast by its mixed precision.
+            # A tuple, in which FSDP finds tensors; its mixed precision does not cast integers.
             kept=None if counts is None or ids is None else (counts.to(self.device), ids.to(self.device)),
         )
         return Scores(scores.log_probs, scores.entropy, scores.router, candidates=scores.candidates)
 
     def score_top(self, micro_batch: TrainingInputBatch, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.compute(*self._inputs(micro_batch), self._temperature, num_top=num_top).top
+        return self.compute(*self._build_inputs(micro_batch), self._temperature, num_top=num_top).top
 
     def score_recording_routes(self, micro_batch: TrainingInputBatch) -> Scores:
-        scores = self.compute(*self._inputs(micro_batch), self._temperature, record_routes=True)
+        scores = self.compute(*self._build_inputs(micro_batch), self._temperature, record_routes=True)
         return Scores(scores.log_probs, routes=scores.routes)
 
-    def _inputs(self, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def _build_inputs(self, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, torch.Tensor, int]:
         return (
             micro_batch.tensor("sequences").to(self.device),
             micro_batch.tensor("attention_mask").to(self.device),
@@ -123,7 +125,7 @@ class TransformersBackend(TrainingBackend):
 
     @property
     def _temperature(self) -> float:
-        """Temperature of the policy's sampling, whichever model this is."""
+        """Sampling temperature of the policy, for all models."""
         return self.cfg.generator.sampling_params.temperature
 
     def prompt_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,15 @@
-"""Small things that every layer may use."""
+"""Utilities for all layers."""
 
 import sys
 from typing import Any
 
 
 def initialize_ray(cfg: Any) -> None:
-    """Start Ray for a run with these settings (typed, or as Hydra gives them), or join the cluster of RAY_ADDRESS. With
-    `trainer.placement.launcher=inline` no Ray is started.
+    """Start Ray for a run with these settings (typed, or from Hydra), or join the cluster of RAY_ADDRESS. With
+    `trainer.placement.launcher=inline` Ray is not started.
 
     Raises:
-        ConfigError: `trainer.placement.device=cuda`, and there are no GPUs.
+        ConfigError: `trainer.placement.device=cuda`, and the cluster has no GPUs.
     """
     from skyrl_train.config import SkyRLConfig
 
@@ -25,7 +25,7 @@ def initialize_ray(cfg: Any) -> None:
 
 
 def shutdown_ray() -> None:
-    """Leave Ray, if this process has anything to do with it."""
+    """Disconnect from Ray, if this process is connected."""
     if "ray" in sys.modules:
         import ray
 

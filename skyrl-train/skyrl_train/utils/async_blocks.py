@@ -1,4 +1,4 @@
-"""Blocks of asynchronous code with something beside them, and which error such a block raises."""
+"""Structured concurrency: helpers that wait for all their tasks and threads, and raise the first error."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -20,14 +20,14 @@ async def gather_or_cancel(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 @asynccontextmanager
 async def thread_beside(function: Callable[[], object], purpose: str) -> AsyncIterator[None]:
-    """Call `function` in a thread beside the block, and wait for its end, also behind an error or a cancellation: it
-    does nothing while the run ends.
+    """Run `function` in a thread during the block, and wait for its end, even after an error or a cancellation: it is
+    idle while the run ends.
 
     Args:
-        purpose: of the function, for the log.
+        purpose: purpose of the function, for the log.
 
     Raises:
-        the error of the block; the function's is logged then, and is raised where the block has none.
+        the error of the block (the function's error is then only logged), else the function's.
     """
     call = asyncio.ensure_future(asyncio.to_thread(function))
     try:
@@ -35,7 +35,7 @@ async def thread_beside(function: Callable[[], object], purpose: str) -> AsyncIt
         await asyncio.shield(call)
     except BaseException as error:
         while not call.done():
-            # A thread cannot be cancelled: one more cancellation does not end the wait. The first error is raised.
+            # A thread cannot be cancelled: further cancellations do not end the wait. The first error is raised.
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([call])
         failure = None if call.cancelled() else call.exception()
@@ -46,7 +46,7 @@ async def thread_beside(function: Callable[[], object], purpose: str) -> AsyncIt
 
 @contextmanager
 def first_error() -> Iterator[None]:
-    """Raise the first error of a task group alone, with the cause that it was raised with."""
+    """Raise the first error of a task group by itself, with its original cause."""
     try:
         yield
     except BaseExceptionGroup as errors:

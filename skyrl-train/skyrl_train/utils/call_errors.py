@@ -1,4 +1,4 @@
-"""Errors of a call to a worker or an engine, as its caller raises them: they name the one that was called."""
+"""Errors of calls to workers or engines, raised in the caller: they name the called process."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -13,12 +13,12 @@ _MOST_LOGS_SHOWN = 3
 
 
 def failure_of(cause: BaseException, process: str, log_file: str, remark: str = "") -> Exception:
-    """Return what to raise for `cause`, which a call to `process` raised. Errors of ours come through.
+    """Build the error to raise for `cause`, which a call to `process` raised. Framework errors are returned unchanged.
 
     Args:
         process: a worker or engine, such as `policy worker 0`.
-        log_file: where the whole traceback is.
-        remark: a line about the circumstances, for errors that are not ours.
+        log_file: file with the full traceback.
+        remark: a line about the circumstances, for other errors.
     """
     if isinstance(cause, (WorkerError, WeightSyncError)):
         return type(cause)(f"{process}: {cause}")
@@ -36,18 +36,18 @@ KILLED_HINT = "the kernel kills processes so when memory is short (dmesg tells)"
 
 
 def is_out_of_memory(cause: BaseException) -> bool:
-    """Return whether an exception says that memory ran out: Python's, torch's and Ray's own, and torch's on a CPU."""
+    """Return whether an exception means out of memory: Python's, torch's and Ray's, and torch's on a CPU."""
     # By name: torch need not be imported, and Ray's means that its monitor killed the process.
     is_named = isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError"
     return is_named or (isinstance(cause, RuntimeError) and "DefaultCPUAllocator" in str(cause))
 
 
 def timed_out(processes: list[tuple[str, str]], timeout_seconds: float, setting: str) -> WorkerError:
-    """Return the error for calls that were not answered in time, and explain who waits for whom, in a file.
+    """Build the error for calls that timed out, and write an explanation of the hang to a file.
 
     Args:
-        processes: names and log files of those that did not answer.
-        setting: where the deadline comes from.
+        processes: names and log files of the processes that did not respond.
+        setting: setting of the timeout.
     """
     silent = dict(processes)
     logs = "\n".join(end_of_log(log_file) for log_file in list(silent.values())[:_MOST_LOGS_SHOWN])
@@ -59,10 +59,10 @@ def timed_out(processes: list[tuple[str, str]], timeout_seconds: float, setting:
 def waiting_for_ranks(
     name: str, calls: Sequence[Sequence[tuple[str, object]]], timeout_seconds: float
 ) -> AbstractContextManager[None]:
-    """Record the wait for the ranks of a group.
+    """Record a wait for the ranks of a group.
 
     Args:
-        calls: methods, with their arguments, of each rank.
+        calls: methods of each rank, with their arguments.
     """
     methods = ", ".join(dict.fromkeys(method for method, _ in calls[0]))
     ranks = ", ".join(f"{name} worker {rank}" for rank in range(len(calls)))
@@ -70,5 +70,5 @@ def waiting_for_ranks(
 
 
 def end_of_log(log_file: str) -> str:
-    """Return the last lines of a process's log, with a headline."""
+    """Return the last lines of a process's log, with a heading."""
     return f"--- end of {log_file}:\n{log_tail(log_file)}"

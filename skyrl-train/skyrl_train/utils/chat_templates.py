@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 CUSTOM_CHAT_TEMPLATES: dict[str, str] = {
     name: bundled_template(name) for name in ("qwen3_with_thinking", "qwen3_without_thinking")
 }
-"""See `bundled_template`."""
+"""Templates shipped with this package, by name."""
 
 
 def get_custom_chat_template(config: "ChatTemplateConfig") -> str | None:
-    """Return the configured template; None: the tokenizer's own.
+    """Return the configured template; None: the tokenizer's.
 
     Raises:
         ConfigError: an unknown name or source, or a file that is missing, larger than 1 MB or not text.
@@ -39,7 +39,7 @@ def get_custom_chat_template(config: "ChatTemplateConfig") -> str | None:
 
 
 def configured_chat_template(tokenizer: ChatTokenizer, generator: "GeneratorConfig") -> ChatTemplate:
-    """Return the template that prompts are rendered with, wherever a run measures, encodes or continues them.
+    """Return the template used to render prompts wherever a run measures, encodes or continues them.
 
     Raises:
         ConfigError: as `get_custom_chat_template`.

@@ -1,4 +1,4 @@
-"""Arithmetic of this process on a CPU: one thread, and matrix products whose rows do not depend on the other rows."""
+"""Arithmetic of this process on a CPU: one thread, and matrix products whose rows do not depend on other rows."""
 
 import os
 
@@ -11,21 +11,21 @@ _PROBED = (4, 5, 8, 17, 64)
 
 
 def prepare_cpu() -> None:
-    """Compute on one thread unless OMP_NUM_THREADS says otherwise, and with strict kernels. Call it in each thread that
-    computes: OpenMP counts threads for each."""
-    # Two threads of one process fight over two cores; two processes of one thread do not.
+    """Use one thread unless OMP_NUM_THREADS is set, and strict kernels. Call it in each computing thread: OpenMP counts
+    threads for each."""
+    # Two threads of one process compete for two cores; two processes of one thread do not.
     threads = os.environ.get("OMP_NUM_THREADS") or "1"  # "4,2": threads of nested regions follow
     torch.set_num_threads(int(threads.partition(",")[0]))
     use_strict_kernels()
 
 
 def use_strict_kernels() -> None:
-    """Let MKL compute with its strict kernels unless MKL_CBWR says otherwise. Call it before the first matrix product
-    of the process: MKL reads its variable then.
+    """Make MKL use its strict kernels unless MKL_CBWR is set. Call it before the first matrix product of the process,
+    when MKL reads the variable.
 
-    Without them MKL chooses a kernel by the number of rows, on some processors already among small numbers (seen on
-    Intel's with AVX-512): the same row then has other last bits beside others. A variable that names what a processor
-    lacks has no effect.
+    Otherwise MKL chooses a kernel by the number of rows, on some processors even for small numbers (seen on Intel's
+    with AVX-512): the bits of a row then depend on the batch size. A value that the processor does not support has no
+    effect.
     """
     strict = _STRICT.get(torch.backends.cpu.get_cpu_capability())
     if strict and torch.backends.mkl.is_available():
@@ -34,7 +34,7 @@ def use_strict_kernels() -> None:
 
 def warn_if_rows_depend_on_their_number() -> bool:
     """Compare rows of float32 products of several sizes, and log a warning if their bits depend on the number of rows.
-    Returns: whether they do."""
+    Returns whether they do."""
     draw, strict = torch.Generator().manual_seed(0), _STRICT.get(torch.backends.cpu.get_cpu_capability(), "AUTO,STRICT")
     for width in (128, 512):
         x = torch.randn(max(_PROBED), width, generator=draw)

@@ -14,7 +14,7 @@ _is_expandable = False
 
 
 def use_expandable_segments() -> None:
-    """Let the allocator of this process grow its segments from now on."""
+    """Enable expandable segments in the allocator of this process for later allocations."""
     global _is_expandable
     _set(_ON)
     _is_expandable = True
@@ -22,11 +22,11 @@ def use_expandable_segments() -> None:
 
 @contextmanager
 def shareable_memory() -> Iterator[None]:
-    """Allocate in segments that another process can open: CUDA exports no handle of an expandable one."""
+    """Allocate in segments that another process can open: CUDA cannot export handles of expandable ones."""
     if not (_is_expandable or any(_ON in os.environ.get(name, "") for name in VARIABLES)):
         yield
         return
-    _set(_OFF)  # the allocator then hands out no free block of an expandable segment either
+    _set(_OFF)  # the allocator then does not reuse free blocks of expandable segments either
     try:
         yield
     finally:
@@ -34,7 +34,7 @@ def shareable_memory() -> Iterator[None]:
 
 
 def _set(setting: str) -> None:
-    # A new setting replaces all others: those of the environment must be repeated.
+    # A new setting replaces all others, so settings of the environment must be repeated.
     others = [part for name in VARIABLES for part in os.environ.get(name, "").split(",") if part]
     kept = [part for part in others if not part.startswith("expandable_segments")]
     torch._C._accelerator_setAllocatorSettings(",".join([*kept, setting]))

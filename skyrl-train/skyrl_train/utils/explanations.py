@@ -1,7 +1,7 @@
-"""Explanations of a hang, asked for when a deadline of the run expires. Knows where they lie, not how they are made.
+"""Explanations of hangs, requested when a deadline of the run expires. Resolves their location; does not write them.
 
-They are made by a process of its own (`python -m skyrl_train.explain`), which reads files and `/proc`: one that hangs
-as well cannot harm the run, and is ended after `_SECONDS`.
+They are written by a separate process (`python -m skyrl_train.explain`), which reads files and `/proc`: if it hangs as
+well it cannot harm the run, and is killed after `_SECONDS`.
 """
 
 import json
@@ -18,17 +18,17 @@ from loguru import logger
 from skyrl_gym.waits import FOLDER, begin_run
 
 TRAINER = "trainer"
-"""Role of the driver's process, as records of waits name it."""
+"""Role of the driver's process in records of waits."""
 
 SCHEDULER = "Ray's scheduler"
-"""Name of who places processes on machines, in records of waits."""
+"""Name of the process scheduler in records of waits."""
 
 _SECONDS = 20.0
 _INTERVAL_SECONDS = 60.0
-"""An explanation stands for all deadlines that expire so shortly after it."""
+"""An explanation covers all deadlines that expire within this time after it."""
 
 _MOST = 20
-"""Explanations that one process asks for: environments that are late each minute need no more."""
+"""Maximum number of explanations per process, in case environments time out every minute."""
 
 
 def waits_folder(run_dir: Path) -> Path:
@@ -42,14 +42,14 @@ def explanations_folder(run_dir: Path) -> Path:
 
 
 def record_waits(run_dir: Path) -> None:
-    """Record the waits of this process as those of the run's driver, and those of processes that it starts."""
+    """Record the waits of this process, as the run's driver, and of processes that it starts."""
     log = str(run_dir / "logs" / "trainer.log")
     begin_run(waits_folder(run_dir), TRAINER, explainer=explain_expiry, log=log)
 
 
 @dataclass
 class _State:
-    """Last explanation of this process, and the number of those before."""
+    """Last explanation of this process, and the number of earlier ones."""
 
     line: str = ""
     made: float = float("-inf")
@@ -61,13 +61,13 @@ _state = _State()
 
 
 def explain_expiry(reason: str) -> str:
-    """Explain who waits for whom, since a deadline has expired. Blocks for a second or two, and never raises.
+    """Write an explanation of the hang after a deadline has expired. Blocks for a second or two, and never raises.
 
     Args:
         reason: what did not happen in time, in a sentence.
 
     Returns:
-        The end of an error's first line: the likeliest cause and the file. Empty where no waits are recorded.
+        The end of an error's first line: the most likely cause and the file. Empty if no waits are recorded.
     """
     folder = os.environ.get(FOLDER)
     if not folder:

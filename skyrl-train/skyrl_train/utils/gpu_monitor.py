@@ -12,10 +12,10 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 class GpuMonitor:
-    """Thread that asks nvidia-smi for one GPU every few seconds.
+    """Thread that queries nvidia-smi for one GPU every few seconds.
 
     Args:
-        uuid: of the GPU.
+        uuid: UUID of the GPU.
         program: nvidia-smi.
     """
 
@@ -27,11 +27,11 @@ class GpuMonitor:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Begin to sample."""
+        """Start sampling."""
         threading.Thread(target=self._run, name="gpu-monitor", daemon=True).start()
 
     def sample(self) -> bool:
-        """Add one sample. Returns: False if nvidia-smi gives none."""
+        """Add one sample. Returns: False if nvidia-smi fails."""
         try:
             done = subprocess.run(self._command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True)
             utilization, mebibytes = (float(value) for value in done.stdout.split(","))
@@ -43,13 +43,13 @@ class GpuMonitor:
         return True
 
     def take(self) -> dict[str, float]:
-        """Return the mean of the samples since the last call. Empty: there are none."""
+        """Return the mean of the samples since the last call. Empty without samples."""
         with self._lock:
             samples, self._samples = self._samples, []
         return {name: sum(sample[name] for sample in samples) / len(samples) for name in (samples or [{}])[0]}
 
     def close(self) -> None:
-        """End the thread after its present sample."""
+        """End the thread after its current sample."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -58,7 +58,7 @@ class GpuMonitor:
 
 
 def host_memory() -> dict[str, float]:
-    """Return the memory of this machine that is in use. Empty where the kernel does not report it."""
+    """Return the used memory of this machine. Empty if the kernel does not report it."""
     try:
         values = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
         kibibytes = [int(values[name].split()[0]) for name in ("MemTotal", "MemAvailable")]
@@ -68,7 +68,7 @@ def host_memory() -> dict[str, float]:
 
 
 def start_monitor(uuid: str | None) -> GpuMonitor | None:
-    """Return a monitor that samples the GPU; None on a CPU and where nvidia-smi is not installed."""
+    """Return a monitor that samples the GPU; None on a CPU or without nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if uuid is None or program is None:
         return None
@@ -78,7 +78,7 @@ def start_monitor(uuid: str | None) -> GpuMonitor | None:
 
 
 def load_metrics(ranks: list[dict[str, float]]) -> dict[str, float]:
-    """Return metrics of the loads of all ranks: `gpu/<name>` of each, and the mean and maximum over them."""
+    """Return metrics of the loads of all ranks: `gpu/<name>` of each, with mean and maximum over ranks."""
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for load in ranks for name in load):
         values = {rank: load[name] for rank, load in enumerate(ranks) if name in load}

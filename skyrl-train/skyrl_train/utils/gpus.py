@@ -1,4 +1,4 @@
-"""GPUs of this machine, as far as a run needs them."""
+"""GPUs of this machine."""
 
 import os
 

@@ -7,10 +7,11 @@ from skyrl_train.errors import ConfigError
 
 
 def import_object(setting: str, path: str) -> Any:
-    """Import `package.module:name` or `package.module.name`. Hydra parses a list only of the second form unquoted.
+    """Import `package.module:name` or `package.module.name`. Hydra parses a list of unquoted paths only in the second
+    form.
 
     Args:
-        setting: its name, for the error.
+        setting: name of the setting, for the error.
 
     Raises:
         ConfigError: the module cannot be imported, or lacks the name.

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent. Knows paths and bytes, not what is in them."""
+"""Atomic file writes: files are complete or absent. Knows paths and bytes, not their content."""
 
 import errno
 import hashlib
@@ -19,12 +19,12 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 def is_cloud_path(path: str | Path) -> bool:
-    """Check whether a path names an object store rather than a file system."""
+    """Return whether a path names an object store rather than a file system."""
     return _URL.match(str(path)) is not None
 
 
 def expand_path(path: str | Path) -> Path:
-    """`~/x` or `x` as an absolute path, so that a process with another working folder means the same file.
+    """Return `~/x` or `x` as an absolute path, so that processes with other working directories use the same file.
 
     Raises:
         ConfigError: the path names an object store.
@@ -38,7 +38,7 @@ def expand_path(path: str | Path) -> Path:
 
 @contextmanager
 def naming_file(path: str | Path) -> Iterator[None]:
-    """Add the path to an OSError of the block that names none, as those of a full disk do."""
+    """Add the path to an OSError of the block that has none, such as for a full disk."""
     try:
         yield
     except OSError as error:
@@ -48,15 +48,15 @@ def naming_file(path: str | Path) -> Iterator[None]:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Return whether a disk, a quota or a limit of file sizes has no room for a write."""
+    """Return whether a write failed because a disk, a quota or a file-size limit is exhausted."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_atomically(path: str | Path, content: bytes | str) -> None:
-    """Replace a file as a whole: a reader, or a process killed here, sees the old content or the new, nothing between.
+    """Replace a file atomically: a reader, or a killed process, sees the old content or the new.
 
     Raises:
-        OSError: the disk is full or refuses. The old file is untouched and nothing is left beside it.
+        OSError: the disk is full or fails. The old file is unchanged and no temporary file remains.
     """
     with waiting("a write", on=f"file {path}"), writing_atomically(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -64,8 +64,8 @@ def write_atomically(path: str | Path, content: bytes | str) -> None:
 
 @contextmanager
 def writing_atomically(path: str | Path) -> Iterator[BinaryIO]:
-    """Yield a file to write into, which replaces `path` when the block ends well. For content that is not held in
-    memory; otherwise as `write_atomically`."""
+    """Yield a file to write to, which replaces `path` when the block succeeds. For content that is not held in memory;
+    otherwise as `write_atomically`."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     try:
@@ -74,7 +74,7 @@ def writing_atomically(path: str | Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:  # a KeyboardInterrupt must not leave the half file either
+    except BaseException:  # a KeyboardInterrupt must not leave a partial file either
         with suppress(FileNotFoundError):
             temporary.unlink()
         raise
@@ -82,7 +82,7 @@ def writing_atomically(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def remove_leftovers(folder: str | Path) -> None:
-    """Remove temporary files that killed writers of `write_atomically` left in a folder. Only for a time when nobody
+    """Remove temporary files that killed writers of `write_atomically` left in a folder. Call it only while no process
     writes there."""
     for leftover in Path(folder).glob(f".*{TEMPORARY_SUFFIX}"):
         leftover.unlink()
@@ -97,6 +97,6 @@ class FileRecord:
 
 
 def sha256_of(path: str | Path) -> str:
-    """The SHA-256 of a file's content, in hex."""
+    """Compute the SHA-256 of a file's content, in hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

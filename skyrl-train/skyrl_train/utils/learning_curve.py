@@ -1,4 +1,4 @@
-"""A run's metrics as curves, and a learning curve as a picture for a README."""
+"""Curves of a run's metrics, and a learning curve as an image for a README."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +13,7 @@ EVALUATION_REWARD = "eval/all/avg_score"
 
 
 def curves(rows: Iterable[JsonObject]) -> dict[str, tuple[list[int], list[float | None]]]:
-    """Return every metric as steps and values, by step. Of several lines of a step the last that has the metric
+    """Return every metric as steps and values, by step. If a step has several lines, the last one with the metric
     counts."""
     found: dict[str, dict[int, float | None]] = {}
     for row in rows:
@@ -31,13 +31,13 @@ def save_learning_curve_png(
     training_metric: str = TRAINING_REWARD,
     evaluation_metric: str = EVALUATION_REWARD,
 ) -> Path:
-    """Draw the reward in training and in evaluation over the steps of a run.
+    """Draw the training and evaluation reward over the steps of a run.
 
     Returns:
-        The picture's absolute path.
+        Absolute path of the image.
 
     Raises:
-        DataError: there is no run, or it has neither metric yet.
+        DataError: the run is missing, or has neither metric yet.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and only needed here
     from matplotlib.figure import Figure

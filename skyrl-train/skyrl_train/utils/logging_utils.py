@@ -1,4 +1,4 @@
-"""`log_example`: a sample of what the model writes, now and then, in the log."""
+"""`log_example`: logs a sample of model output at intervals."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ __all__ = ["BASE_PROMPT_COLOR", "NEGATIVE_RESPONSE_COLOR", "POSITIVE_RESPONSE_CO
 def log_example(
     logger: Any, prompt: object, response: object, reward: float | list[float] | None = None, **facts: Any
 ) -> None:
-    """Log one prompt and response, coloured where the log goes to a terminal. Never raises.
+    """Log one prompt and response, coloured on a terminal. Never raises.
 
     Args:
         logger: loguru's logger.
         prompt: text, or a conversation (a list of messages).
-        reward: of the trajectory, or of each of its tokens.
+        reward: reward of the trajectory, or of each of its tokens.
         facts: `stop_reason`, `failure`.
     """
     try:
@@ -28,8 +28,8 @@ def log_example(
         blocks = card_blocks(prompt, response, total, **facts)
         texts = {f"text_{i}": block.text.replace("\n", "\n│ ") for i, block in enumerate(blocks)}
         titles = {f"title_{i}": block.title for i, block in enumerate(blocks)}
-        # Texts come in as arguments, which loguru does not read as markup.
+        # Texts are passed as arguments, which loguru does not parse as markup.
         lines = (f"── {{title_{i}}}\n<{b.colour}>│ {{text_{i}}}</{b.colour}>" for i, b in enumerate(blocks))
         logger.opt(colors=True, capture=False).info("sample\n" + "\n".join(lines), **texts, **titles)
-    except Exception as error:  # whatever is wrong with a sample must not end a training run
+    except Exception as error:  # a malformed sample must not end a training run
         logger.warning("could not show a sample: {!r}", error)

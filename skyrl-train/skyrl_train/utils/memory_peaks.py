@@ -1,8 +1,8 @@
-"""Peak memory of phases of this process: of the device's allocator on CUDA, of its own pages on a CPU.
+"""Peak memory of phases of this process: of the device's allocator on CUDA, of its resident pages on a CPU.
 
-On a CPU the peak is that of the resident set without files and shared memory, as they are when a phase ends: code that
-is loaded during training and weights on their way to engines are no memory of the model. What was freed before and
-malloc keeps is given back to the system before anything is measured.
+On a CPU the peak excludes files and shared memory, measured at the end of a phase: code loaded during training and
+weights being sent to engines are not model memory. Freed memory kept by malloc is returned to the system before
+measuring.
 """
 
 import ctypes
@@ -16,10 +16,10 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class MemoryPeaks:
-    """Largest memory in each phase, above what the process held when this was made.
+    """Peak memory of each phase, relative to the memory at construction.
 
     Args:
-        device: that the process computes on.
+        device: device that the process computes on.
     """
 
     def __init__(self, device: torch.device):
@@ -32,17 +32,17 @@ class MemoryPeaks:
 
     @contextmanager
     def measuring(self, phase: str) -> Iterator[None]:
-        """Measure what runs inside as `phase`; the largest counts. Where the system does not tell, nothing is
-        measured."""
+        """Measure the enclosed block as `phase`; the largest value counts. Nothing is measured if the system does not
+        support it."""
         begun = self._begin()
         try:
             yield
-        finally:  # the peak of what ran out of memory counts
+        finally:  # the peak also counts if the block ran out of memory
             if begun:
                 self._peaks[phase] = max(self._peaks.get(phase, 0), self._peak() - self._base)
 
     def take(self) -> dict[str, int]:
-        """Return the peaks in bytes, and forget them."""
+        """Return the peaks in bytes, and reset them."""
         taken, self._peaks, self._was_taken = self._peaks, {}, True
         return taken
 
@@ -50,11 +50,11 @@ class MemoryPeaks:
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats()
             return True
-        if not self._was_taken:  # later peaks only inform of memory that ran out, and need not cost time
+        if not self._was_taken:  # later peaks are only needed if memory runs out, and need not cost time
             trim_heap()
         try:
-            _CLEAR.write_text("5")  # VmHWM begins anew
-        except OSError:  # another system than Linux, or one that forbids it
+            _CLEAR.write_text("5")  # resets VmHWM
+        except OSError:  # another system than Linux, or without permission
             return False
         return self._base > 0
 
@@ -68,7 +68,7 @@ class MemoryPeaks:
 
 
 def trim_heap() -> None:
-    """Give freed memory that malloc keeps back to the system, where it can."""
+    """Return freed memory kept by malloc to the system, if supported."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):  # another C library than glibc
@@ -76,7 +76,7 @@ def trim_heap() -> None:
 
 
 def _status(name: str) -> int:
-    """Return a field of this process's status in bytes; 0 where there is none."""
+    """Return a field of this process's status in bytes; 0 if it is missing."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:

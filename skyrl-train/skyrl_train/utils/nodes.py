@@ -6,16 +6,16 @@ _address = "127.0.0.1"
 
 
 def set_node_address(address: str) -> None:
-    """Record the address under which other machines reach this one (a cluster knows it; alone it is loopback)."""
+    """Record the address under which other machines reach this one (known in a cluster; loopback otherwise)."""
     global _address
     _address = address
 
 
 def node_address() -> str:
-    """Return this machine's address as its peers see it."""
+    """Return this machine's address for its peers."""
     return _address
 
 
 def node_name() -> str:
-    """Return this machine's name and address, for people."""
+    """Return this machine's name and address, for messages."""
     return f"{socket.gethostname()} ({_address})"

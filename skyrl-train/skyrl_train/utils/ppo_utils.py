@@ -1,5 +1,4 @@
-"""The public door to `skyrl_train.algorithms`: the names under which users import losses, estimators and their
-registries."""
+"""Public API of `skyrl_train.algorithms`: names under which users import losses, estimators and their registries."""
 
 from skyrl_train.algorithms.advantages import (
     AdvantageEstimatorRegistry,

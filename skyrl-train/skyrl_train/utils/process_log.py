@@ -27,10 +27,10 @@ _own_log = "its standard error"
 
 
 def capture_output(path: str | Path) -> None:
-    """Redirect this process's standard output and error to a file from here on, line by line, appended to its content.
+    """Redirect this process's standard output and error to a file, line-buffered and in append mode.
 
-    The descriptors themselves are redirected, so what C++ libraries and child processes print arrives as well. A header
-    line tells one start from the next. For processes that nobody watches; there is no way back.
+    The file descriptors are redirected, so output of C++ libraries and child processes is included. A header line
+    separates starts. For background processes; it cannot be undone.
     """
     path = Path(path)
     path.parent.resolve().mkdir(parents=True, exist_ok=True)  # it may be a link to a folder that this node lacks
@@ -42,13 +42,13 @@ def capture_output(path: str | Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    # New text layers: the old ones may be buffered by blocks, or (under Ray) be no file at all.
+    # New text layers: the old ones may be block-buffered, or (under Ray) not be files.
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def log_tail(path: str | Path, num_lines: int = 30) -> str:
-    """The last lines of a log, for the text of an error. Says so if there is none."""
+    """Return the last lines of a log, or a note that it is missing or empty, for the text of an error."""
     path = Path(path)
     if not path.exists():
         return f"(no log at {path})"
@@ -59,10 +59,10 @@ def log_tail(path: str | Path, num_lines: int = 30) -> str:
 
 
 def log_level() -> str:
-    """The level asked for by `LOG_LEVEL`, INFO if it is not set.
+    """Return the level in `LOG_LEVEL`, INFO if it is not set.
 
     Raises:
-        ConfigError: it is set to something else than a level.
+        ConfigError: it is not a valid level.
     """
     level = os.environ.get("LOG_LEVEL", "").upper() or "INFO"
     if level not in _LEVELS:
@@ -71,21 +71,21 @@ def log_level() -> str:
 
 
 def configure_logging(log_path: str | Path | None = None) -> None:
-    """Set up loguru for this process at the level of `LOG_LEVEL`, and forward logs of libraries to it.
+    """Configure loguru for this process at the level of `LOG_LEVEL`, and forward library logs to it.
 
     Args:
-        log_path: also write every line there, without colours (appended): for the process that a person watches.
+        log_path: also append every line there, without colours: for the process on the console.
     """
     global _own_log
     level = log_level()
     if log_path is not None:
         _own_log = str(log_path)
-    is_shown = None if log_path is None else _is_for_the_console  # without a file everything is
+    is_shown = None if log_path is None else _is_for_the_console  # without a log file everything is shown
     logger.remove()
-    # Without `diagnose`: it would write the values of variables, secrets among them.
+    # Without `diagnose`: it would write the values of variables, including secrets.
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    sink: Any = _above_bars if is_terminal else sys.stderr  # loguru's overloads are of one kind of sink each
-    colorize = True if is_terminal else None  # None: loguru looks at the stream
+    sink: Any = _above_bars if is_terminal else sys.stderr  # loguru's overloads accept one kind of sink each
+    colorize = True if is_terminal else None  # None: loguru checks the stream
     logger.add(sink, level=level, format=_FORMAT, filter=is_shown, backtrace=False, diagnose=False, colorize=colorize)
     if log_path is not None:
         form = "{time:YYYY-MM-DD HH:mm:ss} {level: <7} {message}"
@@ -97,7 +97,7 @@ def configure_logging(log_path: str | Path | None = None) -> None:
 
 
 class _LogFile:
-    """Log file that a full disk does not spoil: lines without room are left out, with one line on standard error."""
+    """Log file that tolerates a full disk: lines that do not fit are dropped, with one message on standard error."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,17 +113,17 @@ class _LogFile:
                 print(f"{self._file.name}: {error}; lines without room are left out", file=sys.stderr)
 
     def stop(self) -> None:
-        """Close the file, as loguru asks when it removes the log."""
+        """Close the file; called by loguru when it removes the sink."""
         self._file.close()
 
 
 def _above_bars(text: str) -> None:
-    """Write to the terminal, above the progress bars that it shows."""
+    """Write to the terminal, above its progress bars."""
     tqdm.write(text, file=sys.stderr, end="")
 
 
 def own_log() -> str:
-    """Return where this process logs, for the text of an error."""
+    """Return the location of this process's log, for the text of an error."""
     return _own_log
 
 

@@ -1,7 +1,7 @@
-"""Progress of a run's phases on its console: bars on a terminal, elsewhere a line of the log now and then.
+"""Progress of a run's phases on its console: bars on a terminal, occasional log lines elsewhere.
 
-Off in every process but the one that calls `progress.showing`, a run's driver. Whoever does work opens a phase or
-advances one; neither costs anything where progress is off. Log lines pass above the bars (`process_log`).
+Disabled in every process except the run's driver, which calls `progress.show`. Other code opens or advances phases,
+which is free while progress is disabled. Log lines are printed above the bars (`process_log`).
 """
 
 import sys
@@ -16,14 +16,14 @@ from loguru import logger
 from tqdm import tqdm
 
 LINE_SECONDS = 10.0
-"""Time between two lines of a phase, where there is no terminal; none come of a phase that is shorter."""
+"""Seconds between two lines of a phase, without a terminal; shorter phases log no line."""
 
 LINE_SHARE = 0.1
-"""Part of a phase between two lines, unless `SLOW_LINE_SECONDS` have gone by."""
+"""Fraction of a phase between two lines, unless `SLOW_LINE_SECONDS` have passed."""
 
 SLOW_LINE_SECONDS = 60.0
 ANSWERS = "answers"
-"""Unit of generation and evaluation, which generators advance by."""
+"""Unit of generation and evaluation, advanced by generators."""
 
 _TICK_SECONDS = 1.0
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} {unit} [{elapsed}, {remaining} left]"
@@ -34,12 +34,12 @@ _counting: ContextVar["ConsolePhase | None"] = ContextVar("counting", default=No
 
 
 class ConsolePhase:
-    """A part of a run that takes a while.
+    """A long phase of a run.
 
     Args:
         name: a verb and its object, such as `load the models`.
-        total: units of work; None if they cannot be counted.
-        done: units that were done before it began.
+        total: units of work; None if unknown.
+        done: units done before it started.
         unit: name of a unit, in the plural.
         bar: its bar; None without a terminal.
     """
@@ -51,7 +51,7 @@ class ConsolePhase:
         self._bar = bar
 
     def advance(self, count: int = 1) -> None:
-        """Count units that were done."""
+        """Count completed units."""
         self.done += count
         if self._bar is not None:
             self._bar.update(count)
@@ -63,16 +63,16 @@ class ConsolePhase:
             self._bar.total = self.total
 
     def line(self, now: float) -> str:
-        """Return the state as text: what is done, how long it took, how long the rest will take."""
+        """Format the state: progress, elapsed and remaining time."""
         seconds = now - self._begun
-        own = self.done - self._before  # the speed is that of this process
-        if self.total is None or own <= 0:  # nothing is done yet, or is not counted (a generator of a user's own)
+        own = self.done - self._before  # the speed of this process
+        if self.total is None or own <= 0:  # nothing is done yet, or is not counted (a custom generator)
             return f"{self.name}: {duration(seconds)} so far"
         text = f"{self.name}: {self.done} of {self.total} {self.unit} ({self.done / self.total:.0%})"
         return f"{text}, {duration(seconds)}, about {duration(seconds / own * (self.total - self.done))} left"
 
     def is_line_due(self, now: float) -> bool:
-        """Return True if a line is due, and count it as said."""
+        """Return True if a line is due, and record it as logged."""
         waited, is_done = now - self._last_line, self.total is not None and self.done >= self.total
         far = self.total is not None and self.done - self._done_at_line >= LINE_SHARE * self.total
         if waited < LINE_SECONDS or is_done or not (far or waited >= SLOW_LINE_SECONDS or self.total is None):
@@ -81,12 +81,12 @@ class ConsolePhase:
         return True
 
     def refresh(self) -> None:
-        """Draw the bar with the present time."""
+        """Draw the bar with the current time."""
         if self._bar is not None:
             self._bar.refresh()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
 
@@ -95,7 +95,7 @@ class ConsoleProgress:
     """The phases of a process.
 
     Args:
-        clock: gives the present time in seconds.
+        clock: returns the current time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -111,7 +111,7 @@ class ConsoleProgress:
 
     @contextmanager
     def showing(self, is_on: bool, stream: TextIO | None = None) -> Iterator[None]:
-        """Show the phases of the block. Args: `stream`, where a terminal may be; None: standard error."""
+        """Show the phases of the block. Args: `stream`, possibly a terminal; None: standard error."""
         if not is_on or self.is_on:
             yield
             return
@@ -137,11 +137,11 @@ class ConsoleProgress:
     def phase(
         self, name: str | None, total: int | None = None, unit: str = "", done: int = 0
     ) -> Iterator[ConsolePhase]:
-        """Show a phase for as long as the block runs; None is one that is not shown."""
+        """Show a phase during the block; yields None if it is not shown."""
         phase = ConsolePhase(name or "", total, done, unit, self._clock())
         if name is not None and self.is_on:
             phase = self._open(name, total, unit, done)
-        # Of this task and those that it starts: trajectories of training may run beside an evaluation.
+        # Of this task and tasks that it starts: training rollouts may run during an evaluation.
         token = _counting.set(phase if unit else _counting.get())
         try:
             yield phase
@@ -153,13 +153,13 @@ class ConsoleProgress:
                     phase.close()
 
     def advance(self, unit: str) -> None:
-        """Count a unit of work of the phase that this task belongs to, if it counts these."""
+        """Count a unit of work of this task's phase, if the phase counts this unit."""
         phase = _counting.get()
         if phase is not None and phase.unit == unit:
             phase.advance()
 
     def at_step(self, step: int, total: int) -> None:
-        """Set the number of training steps that are done. Shown from the first call on, until the last step."""
+        """Set the number of completed training steps. Shown from the first call until the last step."""
         with self._lock:
             if not self.is_on:
                 return
@@ -201,7 +201,7 @@ class ConsoleProgress:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in the two largest units that matter."""
+    """Format a time in its two largest units."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

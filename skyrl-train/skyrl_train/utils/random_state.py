@@ -1,4 +1,4 @@
-"""The random numbers of torch as one of several workers of a process sees them."""
+"""Isolated random states of torch for several workers in one process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,8 +7,8 @@ import torch
 
 
 class RandomState:
-    """State of torch's global generators that belongs to one worker: as in a process of its own, it begins with torch's
-    default seed, and what others draw does not change it.
+    """State of torch's global generators of one worker: as in a separate process, it starts with torch's default seed,
+    and is independent of other workers.
 
     Args:
         device: `cpu` or `cuda`, where the worker computes.
@@ -32,8 +32,8 @@ class RandomState:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Run the block with this state of the global generators and restore their previous state afterwards. The
-        generators belong to the process: no other thread may draw from them meanwhile.
+        """Run the block with this state of the global generators, and restore their previous state afterwards. The
+        generators are process-wide: no other thread may use them meanwhile.
         """
         outside = self._get()
         self._set(self._own)

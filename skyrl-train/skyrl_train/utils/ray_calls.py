@@ -1,4 +1,4 @@
-"""Waiting for Ray actors: always with a deadline, and a dead process becomes a named error with the end of its log."""
+"""Waiting for Ray actors with deadlines. A crashed process becomes an error with its name and the end of its log."""
 
 import asyncio
 import threading
@@ -17,44 +17,46 @@ from skyrl_train.utils.call_errors import KILLED_HINT, end_of_log, failure_of, i
 from skyrl_train.utils.tracebacks import described, keep_where_raised, log_traceback, where_raised
 
 EXIT_SECONDS = 10.0
-"""Deadline of processes that are asked to exit."""
+"""Timeout of processes that are asked to exit."""
 
 PEER_GRACE_SECONDS = 3.0
-"""A rank whose peer dies raises as well, and often first: so long its peers may show that the fault was theirs."""
+"""Grace period after a rank's error: a rank whose peer crashes raises as well, often first, so peers may reveal the
+actual cause.
+"""
 
 _POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call under way: its answer to be, whose it is, and where that process logs."""
+    """A pending call: its future result, the called process and its log."""
 
     reference: Any
     process: str
     log_file: str
 
     def failure(self, error: RayError, remark: str = "") -> Exception:
-        """Convert `error` to one for the user. Errors of ours pass unchanged; those about processes name the process.
+        """Convert `error` to one for the user. Framework errors are unchanged; process failures name the process.
 
         Args:
-            remark: a line about the circumstances, for errors that are not ours.
+            remark: a line about the circumstances, for other errors.
         """
         if isinstance(error, RayTaskError):
             return failure_of(error.cause, self.process, self.log_file, remark)
         if isinstance(error, RayActorError):
             how = f"could not start: {_last_line(error)}" if error.actor_init_failed else f"died: {_first_line(error)}"
-            if "SIGKILL" in str(error):  # Ray names it among the causes of a death that it did not see
+            if "SIGKILL" in str(error):  # Ray lists it among the causes of an unexplained death
                 return WorkerMemoryError(f"{self.process} {how}; {KILLED_HINT}\n{self.log()}")
             return WorkerError(f"{self.process} {how}\n{self.log()}")
         kind = WorkerMemoryError if is_out_of_memory(error) else WorkerError
         return kind(f"{self.process} did not answer: {type(error).__name__}: {_first_line(error)}\n{self.log()}")
 
     def timed_out(self, timeout_seconds: float, what_to_set: str) -> WorkerError:
-        """The error for a call that was not answered before its deadline."""
+        """Build the error for a call that timed out."""
         return timed_out([(self.process, self.log_file)], timeout_seconds, what_to_set)
 
     def log(self) -> str:
-        """The end of the process's log, with a headline."""
+        """Return the end of the process's log, with a heading."""
         return end_of_log(self.log_file)
 
 
@@ -64,14 +66,14 @@ def wait_for_all(
     what_to_set: str = "trainer.worker_timeout_seconds",
     given_up: threading.Event | None = None,
 ) -> list[object]:
-    """The answers, in order. The first failure ends the wait (almost) at once, though others may never answer.
+    """Return the results in order. The first failure ends the wait (almost) at once, even if other calls never return.
 
     Args:
-        what_to_set: the setting that the deadline comes from.
-        given_up: set by a caller in another thread who no longer wants the answers.
+        what_to_set: the setting of the timeout.
+        given_up: set by a caller in another thread that no longer needs the results.
 
     Raises:
-        WorkerError: a process died, raised something that is not an error of ours, or the deadline passed.
+        WorkerError: a process crashed, raised an error outside of the framework, or timed out.
     """
     deadline = time.monotonic() + timeout_seconds
     by_reference = {call.reference: call for call in calls}
@@ -99,7 +101,9 @@ def wait_for_all(
 async def answers_of(
     calls: Sequence[Call], timeout_seconds: float, what_to_set: str = "trainer.worker_timeout_seconds"
 ) -> list[Any]:
-    """`wait_for_all` that leaves the event loop free. Cancelled (by Ctrl-C, say), its thread ends as well."""
+    """Await `wait_for_all` without blocking the event loop. On cancellation (such as Ctrl-C), its thread ends
+    as well.
+    """
     given_up = threading.Event()
     try:
         return await asyncio.to_thread(wait_for_all, calls, timeout_seconds, what_to_set, given_up)
@@ -108,7 +112,7 @@ async def answers_of(
 
 
 async def answer_of(call: Call, timeout_seconds: float, what_to_set: str) -> Any:
-    """Await one answer without a thread: for the many small calls to engines."""
+    """Await one result without a thread: for the many small calls to engines."""
     try:
         return await asyncio.wait_for(_as_coroutine(call.reference), timeout_seconds)
     except TimeoutError:
@@ -122,8 +126,8 @@ async def _as_coroutine(reference: Any) -> object:
 
 
 def end_actors(actors: Sequence[Any], timeout_seconds: float = EXIT_SECONDS) -> None:
-    """Ask actors to exit after what they are doing, wait, and kill those that have not in time. (Ray reports a killed
-    one on the console as if it had crashed.)"""
+    """Ask actors to exit after their current calls, wait, and kill the ones that time out. (Ray reports a killed actor
+    on the console as a crash.)"""
     exits = {actor.__ray_terminate__.remote(): actor for actor in actors}
     _, late = ray.wait(list(exits), num_returns=len(exits), timeout=timeout_seconds) if exits else ([], [])
     for reference in late:
@@ -132,11 +136,11 @@ def end_actors(actors: Sequence[Any], timeout_seconds: float = EXIT_SECONDS) -> 
 
 @contextmanager
 def errors_for_caller() -> Iterator[None]:
-    """Let what is raised inside an actor reach its caller: the traceback in this process's log, the user's frames on
-    the exception, or all of it as text in place of an exception that does not survive pickling."""
+    """Prepare errors inside an actor for its caller: log the full traceback in this process, attach the user's frames
+    to the exception, and replace an exception that cannot be pickled by text."""
     try:
         yield
-    except Exception as error:  # a user's code may raise anything: the caller gets it
+    except Exception as error:  # user code may raise anything: the caller gets it
         log_traceback(error)
         keep_where_raised(error)
         if _survives_pickling(error):
@@ -154,7 +158,7 @@ def _survives_pickling(error: Exception) -> bool:
 
 
 def _failure_among_peers(failed: Call, error: RayError, others: Sequence[Call]) -> Exception:
-    """The failure to report: that of a peer which died, if one did, else the one that was seen first."""
+    """Select the failure to report: a crashed peer's, else the first one."""
     deliberate = isinstance(error, RayTaskError) and isinstance(error.cause, (SkyRLError, ValueError))
     if deliberate or isinstance(error, RayActorError):
         return failed.failure(error)
@@ -169,7 +173,7 @@ def _failure_among_peers(failed: Call, error: RayError, others: Sequence[Call]) 
             except RayActorError as death:
                 return call.failure(death)
             except RayError:
-                continue  # one more that lost its peer: the first stands for all
+                continue  # another one that lost its peer: the first represents all
     silent = _names(pending.values())
     return failed.failure(error, f"(no answer yet from {silent})\n" if silent else "")
 

@@ -1,4 +1,4 @@
-"""Starting Ray, or joining the cluster that is there."""
+"""Starting Ray, or joining a running cluster."""
 
 import os
 import sys
@@ -14,35 +14,35 @@ from skyrl_train.utils.gpus import GPU_REMEDY, NO_GPUS, check_gpus_here
 from skyrl_train.utils.nodes import set_node_address
 
 LOCAL_CLUSTER = {
-    "RAY_AUTH_MODE": "disabled",  # a cluster of this machine alone, on loopback
-    # Ray's own is 15: beside other programs the processes that compute would starve, and calls reach their deadlines.
+    "RAY_AUTH_MODE": "disabled",  # a cluster of this machine only, on loopback
+    # Ray's default is 15: next to other programs the computing processes would starve, and calls time out.
     "RAY_worker_niceness": "0",
 }
-"""Environment of a cluster that is started on this machine, unless it is set already."""
+"""Environment of a cluster started on this machine, unless already set."""
 
 WORKER_DEFAULTS = {
     "OMP_NUM_THREADS": "1",
-    # Activations are allocated and freed layer by layer. By default glibc gives freed memory back at once, and a tenth
-    # of a training step on a CPU is page faults; so a process keeps up to 256 MiB. Other C libraries do not read it.
+    # Activations are allocated and freed layer by layer. By default glibc returns freed memory at once, and a tenth of
+    # a training step on a CPU is page faults; so a process keeps up to 256 MiB. Other C libraries ignore it.
     "GLIBC_TUNABLES": "glibc.malloc.trim_threshold=268435456:glibc.malloc.mmap_threshold=33554432",
 }
-"""Environment of the processes of a run, unless the driver has its own."""
+"""Environment of the processes of a run, unless the driver sets it."""
 
 
 def start_ray(cfg: SkyRLConfig) -> None:
-    """Join the cluster named by RAY_ADDRESS, or start one on this machine with room for every process of the run.
+    """Join the cluster in RAY_ADDRESS, or start one on this machine with capacity for every process of the run.
 
     Raises:
-        ConfigError: `trainer.placement.device=cuda`, and there are no GPUs.
+        ConfigError: `trainer.placement.device=cuda`, and the cluster has no GPUs.
 
-    On one machine a CPU is only a place in the queue: two cores run a policy of two ranks, an engine and the trainer.
+    On one machine Ray's CPUs are only scheduling slots: two cores run a policy of two ranks, an engine and the trainer.
     """
     environment = worker_environment()
     os.environ.update(
-        # A driver started by `uv run` would otherwise have Ray rebuild its environment for every run.
+        # A driver started by `uv run` would otherwise make Ray rebuild its environment for every run.
         RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
-        # Every call of ours is waited for; what the peers of a failed one raise as well is in their logs.
+        # All our calls are awaited; errors of a failed process's peers are in their logs.
         RAY_IGNORE_UNHANDLED_ERRORS="1",
     )
     runtime_env = {"env_vars": environment}
@@ -59,10 +59,10 @@ def start_ray(cfg: SkyRLConfig) -> None:
     warn_of_few_cpus(cfg)
     os.environ.update(LOCAL_CLUSTER | os.environ)
     ray.init(
-        address="local",  # not a cluster that somebody else started on this machine
+        address="local",  # not another user's cluster on this machine
         num_cpus=max(os.cpu_count() or 1, num_processes(cfg)),
         include_dashboard=False,
-        log_to_driver=False,  # every process of ours has a log file in the run folder
+        log_to_driver=False,  # every process has a log file in the run folder
         runtime_env=runtime_env,
         _node_ip_address="127.0.0.1",
     )
@@ -70,7 +70,7 @@ def start_ray(cfg: SkyRLConfig) -> None:
 
 
 def warn_of_few_cpus(cfg: SkyRLConfig) -> None:
-    """Warn where a model has more ranks than this machine has CPUs: they take turns, and a step takes longer."""
+    """Warn if a model has more ranks than this machine has CPUs: they share CPUs, and a step takes longer."""
     placement, num_cpus = cfg.trainer.placement, os.cpu_count() or 1
     if placement.device == "cpu" and placement.policy_world_size > num_cpus:
         logger.warning(
@@ -80,7 +80,7 @@ def warn_of_few_cpus(cfg: SkyRLConfig) -> None:
 
 
 def num_processes(cfg: SkyRLConfig) -> int:
-    """Ray processes of a run: the trainer, the ranks of policy, critic and reference, the engines."""
+    """Count the Ray processes of a run: the trainer, the ranks of policy, critic and reference, the engines."""
     placement = cfg.trainer.placement
     critic = placement.critic_world_size if cfg.trainer.critic.model.path else 0
     ref = placement.ref_world_size * cfg.trainer.num_reference_models
@@ -88,9 +88,9 @@ def num_processes(cfg: SkyRLConfig) -> int:
 
 
 def worker_environment() -> dict[str, str]:
-    """Environment variables of every process of a run."""
+    """Return the environment variables of every process of a run."""
     environment = WORKER_DEFAULTS | forwarded_environment(os.environ)
     environment["TOKENIZERS_PARALLELISM"] = "false"
-    # Modules that the driver can import, a user's environments among them, are importable everywhere.
+    # Modules that the driver can import, including custom environments, are importable everywhere.
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in [os.getcwd(), *sys.path] if path))
     return environment

@@ -1,4 +1,4 @@
-"""Preparation of every process of a run that Ray starts."""
+"""Preparation of every Ray process of a run."""
 
 import ray
 
@@ -9,8 +9,8 @@ from skyrl_train.utils.process_log import capture_output, configure_logging
 
 
 def prepare_process(log_file: str, name: str) -> None:
-    """Send the process's output to `log_file`, record its waits under its name, learn its address in the cluster, and
-    prepare its CPU."""
+    """Redirect the process's output to `log_file`, record its waits under its name, get its address in the cluster, and
+    configure its CPU."""
     capture_output(log_file)
     report_as(name, log=log_file)
     configure_logging()

@@ -1,21 +1,21 @@
-"""The folder of one run: what lies where, and how it is written so that a killed run leaves nothing half.
+"""Folder of one run: its layout, and crash-safe writing.
 
     config.yaml                          the resolved configuration of the newest start
-    config_1.yaml …                      those of earlier starts that differ, the oldest first
-    starts.jsonl                         what each start was made of: versions, machine, data, tokenizer, environments
-    metrics.jsonl                        one JSON object a line: step, time (Unix seconds), and the metrics
+    config_1.yaml …                      configurations of earlier starts that differ, the oldest first
+    starts.jsonl                         provenance of each start: versions, machine, data, tokenizer, environments
+    metrics.jsonl                        one JSON object per line: step, time (Unix seconds), and the metrics
     fingerprints.jsonl                   hashes of each step's batch and of the weights after it
-    trajectories/train_step_000012.jsonl one readable JSON object a trajectory
+    trajectories/train_step_000012.jsonl one readable JSON object per trajectory
     trajectories/train_step_000012_tokens.jsonl
-                                         what training knew of their tokens, line by line (`token_columns`)
+                                         per-token training values, line by line (`token_columns`)
     trajectories/eval_step_000010.jsonl  any of these ends in .gz if it is compressed
     rollouts/journal.jsonl               finished groups that are not trained yet (asynchronous training)
-    rollouts/timeline.jsonl              when each sample (asynchronous training: group) was generated and what the
-                                         trainer did meanwhile, one JSON object a step
-    logs/<process>.log                   everything a process printed
-    owner.lock  owner.json               the driver that is running (`run_owner`)
+    rollouts/timeline.jsonl              generation times of samples (asynchronous training: groups) and concurrent
+                                         trainer phases, one JSON object per step
+    logs/<process>.log                   output of a process
+    owner.lock  owner.json               the running driver (`run_owner`)
     waits/  explanations/                what each process waits for, and explanations of hangs (`explanations`)
-    ckpts/  exports/                     written by others
+    ckpts/  exports/                     written by other modules
 
 Knows neither trainer nor generator: rows are dictionaries.
 """
@@ -45,18 +45,18 @@ from skyrl_train.utils.io import expand_path, naming_file, remove_leftovers, wri
 Phase = Literal["train", "eval"]
 TRAJECTORIES_NAME = re.compile(r"(train|eval)_step_(\d+)\.jsonl(\.gz)?")
 COMPRESSED = ".gz"
-"""End of the names of compressed files."""
+"""Suffix of compressed files."""
 UNREADABLE = (gzip.BadGzipFile, EOFError, zlib.error)
-"""Errors of reading a damaged compressed file."""
+"""Errors of reading a corrupt compressed file."""
 
 
 def token_columns_name(step: int) -> str:
-    """Return the name of the file of what training knew of the tokens of a step."""
+    """Return the name of the file of per-token training values of a step."""
     return f"train_step_{step:06d}_tokens.jsonl"
 
 
 def link_logs(run_folder: "RunFolder", target: Path) -> None:
-    """Make the run's folder of logs a link to `target`, which is made if needed.
+    """Make the run's log folder a link to `target`, which is created if needed.
 
     Raises:
         ConfigError: the run has logs elsewhere.
@@ -84,14 +84,14 @@ class TrajectoryFile(NamedTuple):
 
 
 class RunFolder:
-    """Folder of a run. Making this object touches nothing; writing makes the folders it needs."""
+    """Folder of a run. Construction does not touch the disk; writing creates the needed folders."""
 
     def __init__(self, path: str | Path, *, compress: bool = False):
         """Resolve the path.
 
         Args:
-            compress: write trajectories, and what training knew of their tokens, in gzip's format. Files of both kinds
-                are read, and one replaces the other.
+            compress: write trajectories and per-token training values with gzip. Both kinds of files are read, and one
+                replaces the other.
 
         Raises:
             ConfigError: the path names an object store.
@@ -113,7 +113,7 @@ class RunFolder:
 
     @property
     def starts_path(self) -> Path:
-        """File of what each start was made of."""
+        """File of the provenance of each start."""
         return self.path / "starts.jsonl"
 
     @property
@@ -141,20 +141,19 @@ class RunFolder:
 
     @property
     def timeline_path(self) -> Path:
-        """File of what ran when."""
+        """File of generation and training times."""
         return self.path / "rollouts" / "timeline.jsonl"
 
     def log_path(self, process: str) -> Path:
-        """The log of a process such as `policy_rank_0`."""
+        """Return the log of a process such as `policy_rank_0`."""
         return self.logs_folder / f"{process}.log"
 
     def trajectories_path(self, step: int, phase: Phase) -> Path:
-        """File of the trajectories of a step: the one that is there, else the one without compression."""
+        """Return the trajectory file of a step: the existing one, else the uncompressed one."""
         return _present(self.trajectories_folder / f"{phase}_step_{step:06d}.jsonl")
 
     def token_columns_path(self, step: int) -> Path:
-        """File of what training knew of the tokens of a step: the one that is there, else the one without
-        compression."""
+        """Return the file of per-token training values of a step: the existing one, else the uncompressed one."""
         return _present(self.trajectories_folder / token_columns_name(step))
 
     def write_config(self, text: str) -> None:
@@ -166,14 +165,14 @@ class RunFolder:
         write_atomically(self.config_path, text)
 
     def append_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Append one line, on disk when this returns.
+        """Append one line, durably.
 
-        Values are numbers (also NumPy's and torch's), strings, booleans or None.
-        What is not a number becomes null, with a warning the first time for each metric.
+        Values are numbers (also NumPy's and torch's), strings, booleans or None. Non-finite numbers become null, with a
+        warning once per metric.
 
         Raises:
-            ValueError: a metric is called `step` or `time`.
-            TypeError: a value is none of the above.
+            ValueError: a metric is named `step` or `time`.
+            TypeError: a value of another type.
         """
         if taken := {"step", "time"} & metrics.keys():
             raise ValueError(f"metrics cannot be named {sorted(taken)}: every line has these two of its own")
@@ -181,25 +180,25 @@ class RunFolder:
         _append_line(self.metrics_path, _json_line({"step": int(step), "time": round(time.time(), 3)} | values))
 
     def append_start(self, step: int, record: JsonObject) -> None:
-        """Append what a start is made of, with a hash of its configuration. Args: `step`, after which it goes on."""
+        """Append the provenance of a start, with a hash of its configuration. Args: `step`, the last completed one."""
         config = {"config": config_hash(self.config_path.read_bytes())} if self.config_path.exists() else {}
         _append_line(self.starts_path, _json_line({"step": step, "time": round(time.time(), 3)} | config | record))
 
     def append_fingerprints(self, step: int, record: JsonObject) -> None:
-        """Append hashes of a step."""
+        """Append the hashes of a step."""
         _append_line(self.fingerprints_path, _json_line({"step": step} | record))
 
     def append_timeline(self, step: int, record: JsonObject) -> None:
-        """Append what ran when in a step, on disk when this returns."""
+        """Append the timeline of a step, durably."""
         _append_line(self.timeline_path, _json_line({"step": step} | record))
 
     def read_timeline(self) -> Iterator[JsonObject]:
-        """Yield the records of `append_timeline`, oldest first; none if there is no such file."""
+        """Yield the records of `append_timeline`, oldest first; none if the file is missing."""
         if self.timeline_path.exists():
             yield from (row for _, row in read_json_lines(self.timeline_path))
 
     def read_metrics(self) -> list[JsonObject]:
-        """Return every line of `metrics.jsonl`, oldest first, less a torn last one (of a process killed or writing
+        """Return every line of `metrics.jsonl`, oldest first, without a torn last line (of a process killed or writing
         now).
 
         Raises:
@@ -210,34 +209,34 @@ class RunFolder:
         return [row for _, row in read_json_lines(self.metrics_path)]
 
     def write_trajectories(self, step: int, phase: Phase, rows: Iterable[Mapping[str, object]]) -> None:
-        """Write the trajectories of a step, all or none; an earlier file of the same step and phase is replaced."""
+        """Write the trajectories of a step, atomically; an earlier file of the same step and phase is replaced."""
         self._write_lines(f"{phase}_step_{step:06d}.jsonl", map(self._trajectory_line, rows))
 
     def write_token_columns(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
-        """Write what training knew of the tokens of a step, a line for each line of its trajectories; all or none."""
+        """Write per-token training values of a step, one line per trajectory; atomically."""
         self._write_lines(token_columns_name(step), map(_json_line, rows))
 
     def _write_lines(self, name: str, lines: Iterable[bytes]) -> None:
-        """Write a file of trajectories; one of the other kind of the same name gives way."""
+        """Write a file of trajectories, and remove its compressed or uncompressed counterpart."""
         path, content = self.trajectories_folder / name, b"".join(lines)
         kinds = [path, path.with_name(name + COMPRESSED)]
         written, other = reversed(kinds) if self._compress else kinds
         self.trajectories_folder.mkdir(parents=True, exist_ok=True)
-        # Without a time stamp, equal trajectories are equal files. Level 6 is four times as slow for a tenth less.
+        # Without a time stamp, equal trajectories give equal files. Level 6 is four times as slow for a tenth less.
         write_atomically(written, gzip.compress(content, 1, mtime=0) if self._compress else content)
         other.unlink(missing_ok=True)
 
     def _trajectory_line(self, row: Mapping[str, object]) -> bytes:
         try:
             return _json_line(row)
-        except ValueError:  # a number that JSON does not have: to look for one in every row costs more than to write it
+        except ValueError:  # a non-finite number: checking every row for one costs more than writing it
             return _json_line(self._finite("trajectories", row))
 
     def read_trajectories(self, step: int, phase: Phase) -> list[JsonObject]:
-        """The rows of a step.
+        """Return the rows of a step.
 
         Raises:
-            FileNotFoundError: that step and phase has none.
+            FileNotFoundError: the step and phase have no file.
             DataError: a line is not JSON.
         """
         return [row for _, row in read_json_lines(self.trajectories_path(step, phase))]
@@ -251,7 +250,9 @@ class RunFolder:
         return [TrajectoryFile(*file, self.trajectories_path(*file)) for file in sorted(found)]
 
     def delete_oldest_trajectories(self, max_bytes: int) -> None:
-        """Delete the trajectories of the oldest training steps until the others take `max_bytes` or are of one step."""
+        """Delete the trajectories of the oldest training steps until the rest is at most `max_bytes` or a
+        single step.
+        """
         files = [file for file in self.trajectory_files() if file.phase == "train"]
         size = 0
         for newer, file in enumerate(reversed(files)):
@@ -264,7 +265,7 @@ class RunFolder:
     def truncate_after(self, step: int) -> None:
         """Delete everything after a step, for a run that resumes there and writes those steps again.
 
-        Killed in the middle of this, calling it again finishes the work.
+        If killed in between, calling it again completes the work.
         """
         for path in (self.metrics_path, self.timeline_path, self.starts_path, self.fingerprints_path):
             if path.exists():
@@ -281,7 +282,7 @@ class RunFolder:
             fsync_folder(self.trajectories_folder)
 
     def _finite(self, name: str, value: object) -> Any:
-        """The value with null for every number that JSON does not have, saying so once a name."""
+        """Replace non-finite numbers by null, with a warning once per name."""
         found = without_non_finite(value)
         if found is not value and name not in self._warned:
             self._warned.add(name)
@@ -290,18 +291,18 @@ class RunFolder:
 
 
 def _present(path: Path) -> Path:
-    """Return this file or the compressed one, if that is there."""
+    """Return this file, or its compressed form if that exists."""
     compressed = path.with_name(path.name + COMPRESSED)
     return compressed if compressed.exists() else path
 
 
 def config_hash(text: bytes) -> str:
-    """Return the hash by which a start names its configuration."""
+    """Return the hash that identifies a start's configuration."""
     return hashlib.sha256(text).hexdigest()[:12]
 
 
 def _append_line(path: Path, line: bytes) -> None:
-    """Append a line, behind what a killed process left whole, and wait until it is on disk."""
+    """Append a line durably, after the last complete line."""
     is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming_file(path), open(path, "a+b") as file:
@@ -314,7 +315,7 @@ def _append_line(path: Path, line: bytes) -> None:
 
 
 def _json_line(row: Mapping[str, object]) -> bytes:
-    """Format one line of JSON. Half a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape."""
+    """Format one line of JSON. A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape."""
     return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
@@ -327,7 +328,7 @@ def _plain_value(name: str, value: object) -> object:
 
 
 def without_non_finite(value: object) -> object:
-    """The same object if every number in it is finite, else a copy with null in the place of the others."""
+    """Return the same object if all its numbers are finite, else a copy with null for non-finite ones."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -340,7 +341,7 @@ def without_non_finite(value: object) -> object:
 
 
 def drop_torn_line(file: BinaryIO | FileIO) -> None:
-    """Cut off an incomplete last line, which would spoil the next."""
+    """Remove an incomplete last line, which would corrupt the next."""
     size = end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - 65536)
@@ -354,9 +355,9 @@ def drop_torn_line(file: BinaryIO | FileIO) -> None:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[bytes, JsonObject]]:
-    """The lines of a file of JSON objects with what they say, less a torn last one.
+    """Yield the lines of a file of JSON objects with their parsed content, without a torn last line.
 
-    Split at line feeds only: JSON text may hold other line separators.
+    Splits at line feeds only: JSON text may contain other line separators.
     """
     with gzip.open(path) if path.suffix == COMPRESSED else open(path, "rb") as file:
         for number, line in enumerate(_lines(path, file), start=1):

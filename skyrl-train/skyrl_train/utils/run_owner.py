@@ -1,11 +1,11 @@
-"""Ownership of a run's folders: one driver at a time writes there. Knows no trainer.
+"""Exclusive ownership of a run's folders by one driver. Knows no trainer.
 
-    owner.lock   locked (`lockf`) by the driver; the kernel releases it however the driver ends
-    owner.json   host, process and start time of the driver, which touches the file every `HEARTBEAT_SECONDS`
+    owner.lock   locked (`lockf`) by the driver; the kernel releases it when the driver exits
+    owner.json   host, process and start time of the driver, which updates its timestamp every `HEARTBEAT_SECONDS`
 
-The lock decides where it works. Some file systems have no locks, or none that another machine sees: there the record
-decides. The process of a record of this host must have ended; a record of another host must not have been touched for
-`STALE_SECONDS`. Two drivers that start at the same instant are not distinguished by a record alone.
+The lock decides if it is supported. On file systems without locks, or with locks that other machines do not see, the
+record decides. The process of a record of this host must have exited; a record of another host must not have been
+updated for `STALE_SECONDS`. Two drivers that start simultaneously are not distinguished by a record alone.
 """
 
 import errno
@@ -28,7 +28,7 @@ from skyrl_train.utils.io import expand_path, is_cloud_path, write_atomically
 
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
-"""Time without a heartbeat after which a driver of another host counts as ended."""
+"""Seconds without a heartbeat after which a driver of another host counts as exited."""
 
 LOCK, RECORD = "owner.lock", "owner.json"
 _HELD_ELSEWHERE = (errno.EAGAIN, errno.EACCES)
@@ -40,8 +40,8 @@ _owned: set[tuple[int, Path]] = set()
 
 @contextmanager
 def owning_run(run_dir: str | Path, ckpt_path: str | Path | None = None) -> Iterator[None]:
-    """Own the folder of a run, and that of its checkpoints where it is another one on a file system, while the context
-    lasts. A nested context of the same process does nothing.
+    """Own the folder of a run, and of its checkpoints if that is another local folder, within the context. A nested
+    context of the same process does nothing.
 
     Raises:
         ConfigError: another driver owns one. The text names its host and process.
@@ -64,7 +64,7 @@ def _owning(setting: str, folder: Path) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    # The lock is a record lock: a forked child does not keep it, but closing any descriptor of the file releases it.
+    # A record lock: a forked child does not inherit it, but closing any descriptor of the file releases it.
     with open(folder / LOCK, "ab") as lock:
         if not _try_lock(lock.fileno()):
             raise ConfigError(_refusal(setting, folder, _read_record(folder)))
@@ -84,7 +84,7 @@ def _owning(setting: str, folder: Path) -> Iterator[None]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Return False if another process holds the lock; True if this one does, or the file system has none."""
+    """Return False if another process holds the lock; True if this one does, or locks are unsupported."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -96,7 +96,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _write_record(folder: Path, identity: int) -> None:
-    """Write the owner of the folder. Args: `identity`, inode of the lock's file, which tells a copied folder."""
+    """Write the owner of the folder. Args: `identity`, inode of the lock file, which reveals a copied folder."""
     pid = os.getpid()
     record = {
         "host": socket.gethostname(),
@@ -109,7 +109,7 @@ def _write_record(folder: Path, identity: int) -> None:
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
-    """Return the record of the owner; empty without one that can be read."""
+    """Return the record of the owner; empty if it is missing or unreadable."""
     try:
         record = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError):
@@ -119,21 +119,22 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 def _keep_touching(path: Path, ended: threading.Event) -> None:
     while not ended.wait(HEARTBEAT_SECONDS):
-        with suppress(OSError):  # a full disk or a server that is away must not end the run
+        with suppress(OSError):  # a full disk or an unavailable server must not end the run
             os.utime(path)
 
 
 def _check_recorded_owner(setting: str, folder: Path, identity: int) -> None:
-    """Raise ConfigError if the recorded owner is alive, which the lock does not tell on every file system.
+    """Raise ConfigError if the recorded owner is alive, for file systems without reliable locks.
 
     Args:
-        identity: inode of the lock's file.
+        identity: inode of the lock file.
     """
     record = _read_record(folder)
     if record.get("lock") != identity:
         return
     if record.get("host") == socket.gethostname():
-        # Without start times (no /proc) a process cannot be told from a later one of its id: the lock alone decides.
+        # Without start times (no /proc) a process cannot be distinguished from a later one with its id: only the lock
+        # decides.
         if record.get("start") and record.get("pid") != os.getpid() and not has_ended(record):
             raise ConfigError(_refusal(setting, folder, record))
         return
@@ -145,11 +146,11 @@ def _check_recorded_owner(setting: str, folder: Path, identity: int) -> None:
 
 
 def _is_stale(folder: Path) -> bool:
-    """Return whether the record stays untouched until it is stale. Compares times of the file system, as the clocks of
-    hosts differ."""
+    """Return whether the record is not updated until it is stale. Compares times of the file system, as clocks of hosts
+    differ."""
     os.utime(folder / LOCK)
     path, now = folder / RECORD, (folder / LOCK).stat().st_mtime
-    with suppress(FileNotFoundError):  # its owner has ended in order
+    with suppress(FileNotFoundError):  # its owner has exited regularly
         touched = path.stat().st_mtime
         remaining = STALE_SECONDS - max(0.0, now - touched)
         if remaining > 0:
@@ -157,7 +158,7 @@ def _is_stale(folder: Path) -> bool:
         deadline = time.monotonic() + remaining
         while time.monotonic() < deadline:
             time.sleep(min(1.0, STALE_SECONDS / 20))
-            _read_record(folder)  # opening the file makes a client of NFS ask the server for its times
+            _read_record(folder)  # opening the file makes an NFS client fetch its times from the server
             if path.stat().st_mtime != touched:
                 return False
     return True

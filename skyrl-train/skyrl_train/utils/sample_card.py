@@ -1,5 +1,5 @@
-"""Card of a trajectory in a few readable lines for a terminal. Model output is untrusted: it must not steer the
-terminal."""
+"""Card of a trajectory for a terminal, in a few readable lines. Model output is untrusted: control characters are
+escaped."""
 
 import unicodedata
 from typing import Literal, NamedTuple
@@ -11,11 +11,11 @@ POSITIVE_RESPONSE_COLOR: Colour = "green"
 NEGATIVE_RESPONSE_COLOR: Colour = "yellow"
 _FAILURE_COLOUR: Colour = "red"
 _JOINERS = "\u200c\u200d"
-"""Format characters that emoji and several scripts need, and that harm nothing."""
+"""Format characters that emoji and several scripts need, and that are harmless."""
 
 
 class Block(NamedTuple):
-    """A titled text of one colour."""
+    """A titled text in one colour."""
 
     title: str
     text: str
@@ -30,7 +30,7 @@ def card_blocks(
     failure: str = "",
     max_chars: int = 1200,
 ) -> list[Block]:
-    """Return the blocks of a card, top to bottom; texts are escaped and at most about `max_chars` long."""
+    """Build the blocks of a card, top to bottom; texts are escaped and at most about `max_chars` long."""
     good = isinstance(reward, int | float) and reward > 0
     facts = [f"reward {reward:.4g}"] if isinstance(reward, int | float) else []
     facts += [stop_reason] if stop_reason else []
@@ -48,7 +48,7 @@ def card_blocks(
 
 
 def readable(text: str, max_chars: int = 1200) -> str:
-    """The text with every control or unprintable character escaped, and its middle left out if it is too long."""
+    """Escape control and unprintable characters, and truncate the middle of a long text."""
     if len(text) > max_chars:
         head, tail = max_chars * 2 // 3, max_chars // 3
         text = f"{text[:head]} … {len(text) - head - tail:,} characters … {text[len(text) - tail :]}"
@@ -66,7 +66,7 @@ def _printable(character: str) -> str:
 
 
 def _text_of(value: object) -> str:
-    """Text as it is; a conversation as `role: content` lines; anything else as Python shows it."""
+    """Format text unchanged, a conversation as `role: content` lines, and anything else by its repr."""
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
         return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in value)
     return str(value)

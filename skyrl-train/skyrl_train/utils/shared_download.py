@@ -1,4 +1,4 @@
-"""Copy of a folder of an object store on this machine's disk, made once for all of its processes. Knows no models."""
+"""Copy of a remote folder on this machine's disk, shared by all of its processes. Knows no models."""
 
 import fcntl
 import hashlib
@@ -17,20 +17,20 @@ from skyrl_train.utils.io import FileRecord, sha256_of
 from skyrl_train.utils.storage import Place, download
 
 _LOCK, _COMPLETE = ".lock", ".complete"
-_NUM_DOWNLOADS = 4  # at the same time
+_NUM_DOWNLOADS = 4  # concurrently
 
 
 class SharedDownload:
-    """Copy of some files of a folder, verified, in the folder of temporary files (`TMPDIR`). The first process to ask
-    downloads, others wait for it; the last one to release it deletes it.
+    """Verified copy of files of a folder in the temporary folder (`TMPDIR`). The first process downloads, others wait
+    for it; the last one to release it deletes it.
 
     Args:
         source: the folder.
         records: size and hash of each file, by relative name.
 
     Raises:
-        CheckpointError: a file is missing or not what was written.
-        OSError: the store, or the disk, refuses.
+        CheckpointError: a file is missing or was modified.
+        OSError: an error of the store or the disk.
     """
 
     def __init__(self, source: Place, records: Mapping[str, FileRecord]):
@@ -44,8 +44,8 @@ class SharedDownload:
             self._lock = self._try_to_fill(source, records)
 
     def _try_to_fill(self, source: Place, records: Mapping[str, FileRecord]) -> int | None:
-        """Download, or wait for the process that does. Returns: a shared lock on the whole copy, None if there is none
-        (another process failed, or has just deleted it)."""
+        """Download, or wait for the downloading process. Returns: a shared lock on the complete copy, or None (another
+        process failed, or has just deleted it)."""
         lock = _locked(self.folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if lock is None:  # another process downloads or reads
             lock = _locked(self.folder, fcntl.LOCK_SH)
@@ -53,11 +53,11 @@ class SharedDownload:
             try:
                 fetch_files(source, records, self.folder)
                 (self.folder / _COMPLETE).touch()
-            except BaseException:  # of a KeyboardInterrupt nothing may stay, either
+            except BaseException:  # remove everything after a KeyboardInterrupt, too
                 _remove_if_unused(self.folder, lock)
                 raise
         assert lock is not None, "only a lock that is not waited for may be taken"
-        # Changing the kind of a lock lets it go for a moment, in which another process may delete the folder.
+        # Changing the kind of a lock releases it briefly, in which another process may delete the folder.
         fcntl.flock(lock, fcntl.LOCK_SH)
         if (self.folder / _COMPLETE).exists() and _is_of(self.folder, lock):
             return lock
@@ -65,18 +65,18 @@ class SharedDownload:
         return None
 
     def release(self) -> None:
-        """Give the copy up. Files that are mapped into memory stay readable."""
+        """Release the copy. Memory-mapped files stay readable."""
         if self._lock is not None:
             _remove_if_unused(self.folder, self._lock)
             self._lock = None
 
 
 def fetch_files(source: Place, records: Mapping[str, FileRecord], target: Path) -> None:
-    """Download files and compare them with what was written.
+    """Download files and verify them.
 
     Raises:
         CheckpointError: one is missing or differs.
-        OSError: the store, or the disk, refuses.
+        OSError: an error of the store or the disk.
     """
 
     def fetch(item: tuple[str, FileRecord]) -> str | None:
@@ -95,7 +95,7 @@ def fetch_files(source: Place, records: Mapping[str, FileRecord], target: Path) 
 
 
 def _locked(folder: Path, kind: int) -> int | None:
-    """Make a folder and lock it. Returns: the lock; None if it is taken and `kind` says not to wait."""
+    """Create a folder and lock it. Returns: the lock; None if it is taken and `kind` is non-blocking."""
     while True:
         folder.mkdir(exist_ok=True)
         try:
@@ -114,7 +114,7 @@ def _locked(folder: Path, kind: int) -> int | None:
 
 
 def _is_of(folder: Path, lock: int) -> bool:
-    """Check that a lock is of the folder that has this name now."""
+    """Return whether a lock belongs to the folder that currently has this name."""
     try:
         return os.path.samestat(os.fstat(lock), os.stat(folder / _LOCK))
     except FileNotFoundError:
@@ -125,7 +125,7 @@ def _remove_if_unused(folder: Path, lock: int) -> None:
     """Delete a folder unless other processes hold it, and close the lock."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Under another name first: a process that comes now makes a folder of its own.
+        # Renamed first: a process that starts now creates a new folder.
         unused = folder.rename(folder.with_name(f"unused_{secrets.token_hex(8)}"))
         shutil.rmtree(unused, ignore_errors=True)
     except BlockingIOError:
@@ -134,7 +134,7 @@ def _remove_if_unused(folder: Path, lock: int) -> None:
 
 
 def _remove_unused(root: Path) -> None:
-    """Delete what processes left that were killed."""
+    """Delete copies of killed processes."""
     for folder in root.iterdir():
         if (folder / _LOCK).exists() and (lock := _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
             _remove_if_unused(folder, lock)

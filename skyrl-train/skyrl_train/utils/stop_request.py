@@ -1,4 +1,4 @@
-"""Request to end a run (SIGTERM), which the run answers with a checkpoint."""
+"""Request to end a run (SIGTERM), to which the run responds with a checkpoint."""
 
 import asyncio
 import signal
@@ -11,8 +11,8 @@ from loguru import logger
 class StopRequest:
     """Request to end the run of the running event loop.
 
-    Once it accepts requests, a run looks at `is_made`, or waits, and calls `end` when its checkpoint is complete. After
-    the deadline, and at a second signal, KeyboardInterrupt ends it wherever it is.
+    After `accept`, a run checks `is_made`, or waits, and calls `end` when its checkpoint is complete. After the
+    deadline, and at a second signal, KeyboardInterrupt ends it immediately.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class StopRequest:
 
     def accept(self, timeout_seconds: float) -> None:
         """Accept requests until the loop is closed; the run then has `timeout_seconds`. 0: accept none."""
-        if timeout_seconds and threading.current_thread() is threading.main_thread():  # only there signals arrive
+        if timeout_seconds and threading.current_thread() is threading.main_thread():  # signals arrive only there
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGTERM, self._receive, loop, timeout_seconds)
 

@@ -1,7 +1,8 @@
-"""Folders and files on a file system or in an object store (`s3://`, `gs://`, any fsspec URL). The only place that
-knows the difference; knows no checkpoints.
+"""Folders and files on a file system or in an object store (`s3://`, `gs://`, any fsspec URL). The only module that
+distinguishes them; knows no checkpoints.
 
-An object is whole or absent, and there are no renames: a folder there is what one file, written last, makes of it.
+Objects are written atomically but cannot be renamed: a folder there is complete once its seal file, written last,
+exists.
 """
 
 import os
@@ -22,17 +23,17 @@ from skyrl_train.utils.io import expand_path, is_cloud_path, naming_file, write_
 if TYPE_CHECKING:
     from upath import UPath
 
-Place: TypeAlias = Union[Path, "UPath"]  # at run time UPath is a name: its package is optional
+Place: TypeAlias = Union[Path, "UPath"]  # UPath is only a name at run time: its package is optional
 """A folder or file, local or in an object store."""
 
 _LOCAL_SCHEMES = ("file://", "local://")
 
 
 def location(path: str | Place) -> Place:
-    """Return the place that a path or URL names; `~/x` or `x` as an absolute path. Touches nothing.
+    """Return the `Place` of a path or URL; `~/x` or `x` becomes absolute. Does not access it.
 
     Raises:
-        ConfigError: the URL's scheme is unknown, or the package for it is not installed.
+        ConfigError: the URL's scheme is unknown, or its package is not installed.
     """
     text = str(path)
     for scheme in _LOCAL_SCHEMES:
@@ -81,7 +82,7 @@ def read_text(file: Place) -> str:
 
 
 def write_whole(file: Place, content: bytes | str) -> None:
-    """Write a file that is there whole or not at all; one of that name is replaced. Raises OSError."""
+    """Write or replace a file atomically. Raises OSError."""
     if isinstance(file, Path):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, content)
@@ -91,8 +92,7 @@ def write_whole(file: Place, content: bytes | str) -> None:
 
 
 def write_durably(file: Place, content: bytes) -> None:
-    """Write a file of a folder that nobody reads yet; it is on the disk, or in the store, when this returns. Raises
-    OSError."""
+    """Write a file of an unpublished folder durably. Raises OSError."""
     with waiting("a write", on=f"file {file}"):
         if not isinstance(file, Path):
             write_whole(file, content)
@@ -106,7 +106,7 @@ def write_durably(file: Place, content: bytes) -> None:
 
 @contextmanager
 def open_to_write(path: str | Place) -> Iterator[BinaryIO]:
-    """Open a file, local or in an object store, for content of any length; its folder is made. Raises OSError."""
+    """Open a file, local or in an object store, for content of any length; its folder is created. Raises OSError."""
     file = location(path)
     if isinstance(file, Path):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def open_to_write(path: str | Place) -> Iterator[BinaryIO]:
 
 
 def download(file: Place, target: Path) -> None:
-    """Copy a file to a local one, whose folder is made. Raises FileNotFoundError, OSError."""
+    """Copy a file to a local one, whose folder is created. Raises FileNotFoundError, OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(file, Path):
         shutil.copyfile(file, target)
@@ -125,7 +125,7 @@ def download(file: Place, target: Path) -> None:
 
 
 def size_of(file: Place) -> int | None:
-    """Return the bytes of a file as other processes see it now, None if it is not there. Raises OSError."""
+    """Return the size of a file in bytes, uncached; None if it is missing. Raises OSError."""
     if isinstance(file, Path):
         return file.stat().st_size if file.is_file() else None
     with _os_errors(file), suppress(FileNotFoundError):
@@ -138,8 +138,7 @@ def size_of(file: Place) -> int | None:
 
 
 def names_in(folder: Place) -> list[str]:
-    """Return the names of files and folders in a folder as other processes see it now; none if it is absent. Raises
-    OSError."""
+    """Return the names of files and folders in a folder, uncached; none if it is missing. Raises OSError."""
     if isinstance(folder, Path):
         return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     with _os_errors(folder), suppress(FileNotFoundError):
@@ -149,7 +148,7 @@ def names_in(folder: Place) -> list[str]:
 
 
 def sizes_in(folder: Place) -> dict[str, int]:
-    """Return the bytes of all files below a folder, by relative name. Raises OSError."""
+    """Return the sizes of all files below a folder in bytes, by relative name. Raises OSError."""
     if isinstance(folder, Path):
         files = (path for path in folder.rglob("*") if path.is_file())
         return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
@@ -158,7 +157,7 @@ def sizes_in(folder: Place) -> dict[str, int]:
 
 
 def remove_folder(folder: Place, seal: str) -> None:
-    """Delete a folder, in an object store its file `seal` first: after a kill in between it is absent."""
+    """Delete a folder, in an object store its `seal` file first: if killed in between, the folder is absent."""
     if isinstance(folder, Path):
         shutil.rmtree(folder, ignore_errors=True)
         return
@@ -199,25 +198,25 @@ class DraftFolder:
 
 @contextmanager
 def publishing(place: Place, seal: str) -> Iterator[DraftFolder]:
-    """Yield a folder to write into, which replaces `place` when the block ends well.
+    """Yield a folder to write to, which replaces `place` when the block succeeds.
 
-    On a file system nobody sees it before (`skyrl_gym.whole_folders`). In an object store files of other processes are
-    there as they write them; when the block ends, those of this one follow, `seal` as the last. A folder that is to be
-    replaced is deleted at the start.
+    On a file system it is invisible before (`skyrl_gym.whole_folders`). In an object store files of other processes
+    appear as they are written; when the block ends, files of this process follow, `seal` last. A folder to be replaced
+    is deleted at the start.
 
     Args:
-        seal: name of the file without which readers take the folder for absent; the block writes it.
+        seal: name of the file without which readers ignore the folder; the block writes it.
     """
     if isinstance(place, Path):
         with replacing(place) as partial:
             yield DraftFolder(partial, partial)
         return
-    remove_folder(place, seal)  # also what a killed process left
+    remove_folder(place, seal)  # also files of a killed process
     with tempfile.TemporaryDirectory(prefix="skyrl-upload-") as scratch:
         try:
             yield DraftFolder(Path(scratch), place)
             _upload(Path(scratch), place, seal)
-        except BaseException:  # a KeyboardInterrupt must not leave the half folder either
+        except BaseException:  # a KeyboardInterrupt must not leave a partial folder either
             with suppress(OSError):
                 remove_folder(place, seal)
             raise
@@ -234,7 +233,7 @@ def _upload(folder: Path, target: "UPath", seal: str) -> None:
 
 
 def _objects(folder: "UPath") -> dict[str, Any]:
-    """Return fsspec's entry of every object below a folder by its relative name, as it is now."""
+    """Return fsspec's entry of every object below a folder by relative name, uncached."""
     folder.fs.invalidate_cache()
     prefix = folder.path.rstrip("/") + "/"
     found: Any = folder.fs.find(folder.path, detail=True)
@@ -243,14 +242,14 @@ def _objects(folder: "UPath") -> dict[str, Any]:
 
 @contextmanager
 def _os_errors(place: Place) -> Iterator[None]:
-    """Turn what an object store's library raises into an OSError that names the place."""
+    """Convert errors of an object store's library to an OSError that names the place."""
     try:
         yield
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{place}: {error}") from error
     except PermissionError as error:
         raise PermissionError(f"{place}: {error}") from error
-    except Exception as error:  # each library has errors of its own: no credentials, no connection, a refusal
+    except Exception as error:  # each library has its own errors: no credentials, no connection, a rejection
         named = OSError(f"{place}: {type(error).__name__}: {error}")
-        named.errno = getattr(error, "errno", None)  # by which a full disk is known
+        named.errno = getattr(error, "errno", None)  # which identifies a full disk
         raise named from error

@@ -10,7 +10,7 @@ from skyrl_gym.waits import waiting
 
 
 class Timer:
-    """Context manager that adds the seconds of its (async) `with` block to `update_dict[name]`, also if the block
+    """Context manager that adds the seconds of its (async) `with` block to `update_dict[name]`, even if the block
     raises, and records the phase among the waits of this process.
     """
 

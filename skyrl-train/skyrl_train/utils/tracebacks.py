@@ -1,4 +1,4 @@
-"""Exceptions as text: the frames that are the user's for messages, the whole traceback for the process's log."""
+"""Exceptions as text: frames of user code for messages, the full traceback for the process log."""
 
 import sysconfig
 import traceback
@@ -9,7 +9,7 @@ from types import FrameType
 from loguru import logger
 
 LOG_FILE_ONLY = "log_file_only"
-"""Key in the `extra` of a log record that belongs into the process's log file, not on the console."""
+"""Key in the `extra` of a log record that is written to the process's log file only, not the console."""
 
 _OUR_PACKAGES = frozenset({"skyrl_train", "skyrl_gym", "skyrl_agent", "tx"})
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
@@ -20,10 +20,10 @@ _logged_places: set[str] = set()
 
 
 def where_raised(error: BaseException, at_most: int = _MOST_FRAMES) -> str:
-    """Return the frames of `error` that lie in the user's code, outermost first, one a line: `FILE:LINE in FUNCTION:
-    CODE`. Where the user has no part in it, the frame that raised it.
+    """Format the frames of `error` in user code, outermost first, one per line: `FILE:LINE in FUNCTION: CODE`. Without
+    user frames, the frame that raised it.
 
-    An exception from another process has no frames: for it, what `keep_where_raised` kept there.
+    An exception from another process has no frames: uses the ones attached by `attach_raise_location`.
     """
     if kept := error.__dict__.get(_KEPT):
         return kept
@@ -35,25 +35,27 @@ def where_raised(error: BaseException, at_most: int = _MOST_FRAMES) -> str:
 
 
 def keep_where_raised(error: BaseException) -> None:
-    """Attach `where_raised` to the exception, which loses its frames on the way to another process."""
+    """Attach its formatted location to an exception, which loses its frames when sent to another process."""
     error.__dict__[_KEPT] = where_raised(error)
 
 
 def last_place(error: BaseException) -> str:
-    """Return the innermost line of `where_raised` in brackets, for messages of one line; empty without a traceback."""
+    """Return the innermost line of `format_raise_location` in brackets, for single-line messages; empty without a
+    traceback.
+    """
     place = where_raised(error, at_most=1)
     return f" ({place})" if place else ""
 
 
 def described(error: BaseException) -> str:
-    """Return the type, the message, `where_raised` and the exception's notes, for a person."""
+    """Describe an exception for the user: type, message, raise location and notes."""
     lines = [f"{type(error).__name__}: {error}", where_raised(error), *getattr(error, "__notes__", [])]
     return "\n".join(filter(None, lines))
 
 
 def log_traceback(error: BaseException) -> None:
-    """Write the whole traceback to this process's log file; for exceptions of one type from the same lines only the
-    first time, since a thousand rollouts may fail for one reason."""
+    """Write the full traceback to this process's log file; only once for exceptions of one type from the same lines,
+    since a thousand rollouts may fail for one reason."""
     place = f"{type(error).__name__} {where_raised(error)}"
     if place in _logged_places:
         return
@@ -63,7 +65,7 @@ def log_traceback(error: BaseException) -> None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error` and what it came from; of a group, its first member."""
+    """Yield `error` and its causes; for a group, its first member."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -80,12 +82,12 @@ def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Return whether the code is neither a package of ours nor installed nor Python's own."""
+    """Return whether the code is user code: outside of this project, installed packages and Python."""
     module = frame.f_globals.get("__name__", "")
     if module.partition(".")[0] in _OUR_PACKAGES:
         return False
     file = frame.f_code.co_filename
-    if file.startswith("<"):  # a notebook's cell or `python -c`; else generated or frozen code
+    if file.startswith("<"):  # a notebook cell or `python -c`; else generated or frozen code
         return module == "__main__"
     return not file.startswith(_STANDARD_LIBRARY) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
 

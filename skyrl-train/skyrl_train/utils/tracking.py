@@ -1,4 +1,4 @@
-"""Sinks of a run's metrics: the console, the run folder, and the tracking services that accelerate supports."""
+"""Sinks of a run's metrics: the console, the run folder, and the tracking services supported by accelerate."""
 
 import html
 import importlib
@@ -33,7 +33,7 @@ class TrackingBackend(Protocol):
 
 
 class Tracking:
-    """Metrics of a run, sent to all backends and to `metrics.jsonl` of the run folder if there is one.
+    """Metrics of a run, sent to all backends and to `metrics.jsonl` of the run folder, if any.
 
     Args:
         project_name: groups runs.
@@ -41,10 +41,10 @@ class Tracking:
         backends: one or several of `supported_backends`.
         config: the run's settings (a dataclass, a mapping or an OmegaConf node), shown by the services.
         run_folder: folder of `metrics.jsonl` and of the services' local files.
-        tags: of this run, for services that have such.
+        tags: tags of this run, for services that support them.
 
     Raises:
-        ConfigError: a backend is unknown, not installed, or cannot start (no API key, say).
+        ConfigError: a backend is unknown, not installed, or cannot start (such as without an API key).
     """
 
     supported_backends = get_args(TrackerName)
@@ -78,7 +78,7 @@ class Tracking:
 
         Args:
             data: numbers by name; `/` in a name groups.
-            commit: this was the last call for this step (W&B alone reads it).
+            commit: this is the last call for this step (only read by W&B).
         """
         for backend in self._backends:
             backend.log(data, step, commit)
@@ -162,7 +162,7 @@ class _ConsoleBackend:
             logger.debug("{}", "  ".join(f"{name}: {_four_decimals(value)}" for name, value in data.items()))
 
     def log_samples(self, name: str, samples: Sequence[SampleRow], step: int) -> None:
-        """Show nothing: `trainer.print_example_interval` does."""
+        """Show nothing: the console prints samples by `trainer.print_example_interval`."""
 
     def finish(self) -> None:
         pass
@@ -186,7 +186,7 @@ class _RunFolderBackend:
 
 
 class _ServiceBackend:
-    """Tracker of a service, made by accelerate (`accelerate.tracking`), with local files below the run folder. A
+    """Tracker of a service, implemented by accelerate (`accelerate.tracking`), with local files below the run folder. A
     failure after the start is logged once and does not end the run."""
 
     def __init__(
@@ -224,7 +224,7 @@ class _ServiceBackend:
             self._tracker = LOGGER_TYPE_TO_CLASS[name](**options)
             if name != "tensorboard":  # which must know the first step
                 self._start()
-        except Exception as error:  # every service has error types of its own
+        except Exception as error:  # every service has its own error types
             raise ConfigError(f"trainer.logger={name} cannot start: {error}{_HINTS.get(name, '')}") from error
 
     def _start(self) -> None:
@@ -232,12 +232,12 @@ class _ServiceBackend:
         self._has_started = True
         if self._name == "tensorboard":
             self._tracker.writer.add_text("config", f"```\n{OmegaConf.to_yaml(OmegaConf.create(self._config))}\n```")
-        elif self._name not in ("wandb", "swanlab"):  # these have it from `_options`
+        elif self._name not in ("wandb", "swanlab"):  # these have it from `_get_options`
             self._tracker.store_init_configuration(_flat(self._config))
 
     def log(self, data: Mapping[str, object], step: int, commit: bool) -> None:
         values = _numbers(data)
-        if self._name == "mlflow":  # refuses `@` in names
+        if self._name == "mlflow":  # rejects `@` in names
             values = {name.replace("@", "_at_"): value for name, value in values.items()}
         options = {"commit": commit} if self._name == "wandb" else {}
         self._send(step, lambda: self._tracker.log(values, step=step, **options))
@@ -260,11 +260,11 @@ class _ServiceBackend:
         """Start the service if it has not started, and call `send`. The first failure is logged."""
         try:
             if not self._has_started:
-                # A resumed run starts earlier than the last event: purge_step makes TensorBoard forget what it repeats.
+                # A resumed run starts before the last event: purge_step makes TensorBoard discard the repeated steps.
                 self._tracker.init_kwargs["purge_step"] = step
                 self._start()
             send()
-        except Exception as error:  # every service has error types of its own, and may be away for a while
+        except Exception as error:  # every service has its own error types, and may be temporarily unavailable
             if not self._has_warned:
                 logger.warning(f"{self._name} did not take what was logged in step {step} (logged once): {error}")
             self._has_warned = True
@@ -304,7 +304,7 @@ def _options(
             return {"run_name": "", "logging_dir": os.environ.get("TENSORBOARD_DIR") or folder}
         case "mlflow":
             if not os.environ.get("MLFLOW_TRACKING_URI"):
-                # The only local store that needs no database packages; MLflow asks to be told that it is wanted.
+                # The only local store that needs no database packages; MLflow requires explicit consent.
                 os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
                 folder = run_folder.trackers_folder / "mlruns" if run_folder else Path("mlruns").absolute()
                 importlib.import_module("mlflow").set_tracking_uri(folder.as_uri())
@@ -325,7 +325,7 @@ def _options(
 
 
 def _local_folder(run_folder: RunFolder | None, name: str | None) -> Path | None:
-    """Make a folder below the run's for a service's files. Returns: None without a run folder."""
+    """Create a folder below the run's for a service's files. Returns: None without a run folder."""
     if run_folder is None:
         return None
     folder = run_folder.trackers_folder / name if name else run_folder.trackers_folder
@@ -334,7 +334,7 @@ def _local_folder(run_folder: RunFolder | None, name: str | None) -> Path | None
 
 
 def _stored_run_id(run_folder: RunFolder | None, service: str, starts_anew: bool) -> tuple[str | None, bool]:
-    """Read or make a service's id of this run, stored in its folder, so that a resumed run continues the same one.
+    """Read or create a service's id of this run, stored in its folder, so that a resumed run continues the same one.
 
     Returns:
         the id, and True if it existed already.
@@ -370,7 +370,7 @@ def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Flatten settings to `trainer/algorithm/kl_loss_coef: value`; `@`, which MLflow refuses in names, becomes
+    """Flatten settings to `trainer/algorithm/kl_loss_coef: value`; `@`, which MLflow rejects in names, becomes
     `_at_`."""
     flat: dict[str, Any] = {}
     for key, value in config.items():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from skyrl_train.algorithms.losses import PolicyLoss, TokenSelector
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.models.experts import RouterStatistics, auxiliary_loss
+from skyrl_train.models.experts import RouterStatistics, compute_auxiliary_loss
 from skyrl_train.training_backends.base import Gradient, MakeBackend, MetricSums, ParallelInfo, RankInfo
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
 from skyrl_train.utils.gpu_monitor import GpuMonitor, start_monitor
@@ -146,7 +146,7 @@ class PolicyWorker(Worker):
             return {}
         # Counts are added before the loss, which is no sum: the mean of the ranks' losses would be another number.
         whole = sum_over_ranks(router, self.parallel)
-        metrics = {"loss/router_auxiliary_loss": auxiliary_loss(whole)}
+        metrics = {"loss/router_auxiliary_loss": compute_auxiliary_loss(whole)}
         if self.batch.get("expert_routes") is not None:
             metrics["loss/replayed_routes_differing"] = whole.num_differing / max(1.0, float(whole.counts.sum()))
         is_first = self.parallel.data_parallel_rank == 0  # of whose ranks one is asked: it need not be rank 0

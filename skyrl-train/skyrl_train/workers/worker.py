@@ -15,7 +15,7 @@ from transformers import CONFIG_NAME, PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
-from skyrl_train.distributed.process_group import free_port
+from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train.errors import CheckpointError
 from skyrl_train.training_backends.base import (
     Gradient,
@@ -70,7 +70,7 @@ class Worker:
 
     def rendezvous_point(self) -> tuple[str, int]:
         """Return an address and free port of this worker's machine where its group can meet."""
-        return node_address(), free_port()
+        return node_address(), find_free_port()
 
     def init_model(self, info: RankInfo) -> ParallelInfo:
         """Join the group and load the model. A collective: every rank must call it."""
@@ -158,7 +158,7 @@ class Worker:
         """Return the files of the last `start_checkpoint`, None while they are being written. Raises
         CheckpointError."""
         assert self._background_write is not None, "a checkpoint is started before its files are asked for"
-        return self._background_write.files()
+        return self._background_write.get_files()
 
     def fetch_checkpoint(self, folder: str, records: dict[str, FileRecord]) -> None:
         """Download and verify what `save_checkpoint` wrote to an object store, for the next `load_checkpoint` of that

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from skyrl_train.distributed.process_group import free_port
+from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.weight_sync.base import (
     Encoding,
@@ -104,7 +104,7 @@ class WeightPath:
                 [await self._engine.describe()],
                 backend="gloo",
                 master_address="127.0.0.1",
-                master_port=free_port(),
+                master_port=find_free_port(),
                 directory=str(self._directory),
                 verification="sampled",
             )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry, turn_numbers
+from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry, compute_turn_numbers
 
 Rows = list[list[Any]]
 NAMES = ["grpo", "rloo", "maxrl", "reinforce++", "reinforce++_baseline", "gae", "turn_grpo", "token_reward"]
@@ -40,7 +40,7 @@ def make_batch(seed: int, num_rows: int, num_tokens: int, scale: float = 1.0) ->
         "token_level_rewards": torch.tensor(rewards, dtype=torch.float64),
         "response_mask": torch.tensor(response),
         "action_mask": torch.tensor(action),
-        "turns": turn_numbers(torch.tensor(action)),
+        "turns": compute_turn_numbers(torch.tensor(action)),
         "values": torch.tensor(values, dtype=torch.float64),
         "index": index,
     }
@@ -154,7 +154,7 @@ def test_estimators_agree_with_plain_loops(name, case):
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6, 1e15])
 @pytest.mark.parametrize("name", ["rloo", "maxrl", "gae", "reinforce++", "reinforce++_baseline", "turn_grpo"])
-def test_large_and_small_rewards_stay_exact(name, scale):
+def test_large_and_small_rewards_are_exact(name, scale):
     """Against the loops, relative to the largest number there is."""
     batch = make_batch(7, 20, 30, scale)
     single = batch | {key: batch[key].float() for key in ("token_level_rewards", "values")}
@@ -166,7 +166,7 @@ def test_large_and_small_rewards_stay_exact(name, scale):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_in_gives_nothing_out(name):
+def test_empty_masks_give_zero_advantages(name):
     batch = make_batch(8, 4, 6)
     empty = {key: torch.zeros_like(batch[key]) for key in ("response_mask", "action_mask", "turns")}
     for value in run(name, batch | empty):
@@ -174,7 +174,7 @@ def test_nothing_in_gives_nothing_out(name):
 
 
 @pytest.mark.parametrize("name", ["reinforce++", "gae"])
-def test_thousands_of_tokens_with_a_strong_discount_do_not_overflow(name):
+def test_strong_discount_over_long_response_does_not_overflow(name):
     batch = make_batch(9, 4, 2000)
     for gamma in (0.0, 1e-9, 0.01, 0.5, 0.999):
         value, returns = run(name, batch, True, gamma, 1.0)

@@ -41,11 +41,11 @@ def tokens(selected: torch.Tensor) -> list[list[int]]:
         (1.0, 10.0, 20.0, []),  # none qualifies
     ],
 )
-def test_clip_cov_draws_from_the_tokens_of_high_covariance(share, lower, upper, expected):
+def test_clip_cov_samples_high_covariance_tokens(share, lower, upper, expected):
     assert tokens(select("clip_cov", clip_ratio=share, clip_cov_lb=lower, clip_cov_ub=upper)) == expected
 
 
-def test_clip_cov_does_not_spend_its_choice_on_tokens_that_are_clipped_anyway():
+def test_clip_cov_excludes_already_clipped_tokens():
     old = LOG_PROBS.clone()
     old[0, 1] -= math.log(2.0)  # ratio 2 and a positive advantage: clipped
     assert tokens(select("clip_cov", old=old, clip_ratio=1.0, clip_cov_lb=0.5, clip_cov_ub=5.0)) == [[0, 0]]
@@ -55,16 +55,16 @@ def test_clip_cov_does_not_spend_its_choice_on_tokens_that_are_clipped_anyway():
     ("share", "expected"),
     [(0.1, [[1, 2]]), (0.49, [[1, 2]]), (0.5, [[0, 0], [1, 2]]), (1.0, [[0, 0], [0, 1], [1, 0], [1, 2]])],
 )
-def test_kl_cov_takes_the_top_of_the_covariances(share, expected):
+def test_kl_cov_selects_top_covariances(share, expected):
     assert tokens(select("kl_cov", kl_cov_frac=share)) == expected
 
 
-def test_equal_covariances_are_told_apart_by_noise():
+def test_noise_breaks_covariance_ties():
     """All advantages alike: every covariance is 0, and half of the tokens are drawn."""
     assert tokens(select("kl_cov", advantages=torch.zeros(2, 3), kl_cov_frac=0.5)) == [[0, 1], [1, 0]]
 
 
-def test_clip_cov_draws_every_candidate_equally_often():
+def test_clip_cov_samples_candidates_uniformly():
     generator = torch.Generator().manual_seed(0)
     log_probs = torch.tensor([[-1.0, -1.0, -1.0, -7.0]])
     advantages = torch.tensor([[1.0, 1.0, 1.0, -7.0]])  # covariances 1.5 * 3 three times, 4.5 * 9 once
@@ -77,11 +77,11 @@ def test_clip_cov_draws_every_candidate_equally_often():
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_a_mini_batch_without_tokens_has_none_to_choose(name):
+def test_empty_mini_batch_selects_no_tokens(name):
     assert tokens(select(name, mask=torch.zeros(2, 3))) == []
 
 
-def test_clip_cov_silences_the_chosen_tokens_and_keeps_them_in_the_mean():
+def test_clip_cov_zeroes_selected_tokens_but_counts_them_in_mean():
     log_probs = torch.zeros(1, 3, requires_grad=True)
     loss, metrics = PolicyLossRegistry.get("clip_cov")(
         log_probs,
@@ -98,7 +98,7 @@ def test_clip_cov_silences_the_chosen_tokens_and_keeps_them_in_the_mean():
     assert metrics["selected_ratio"].tolist() == [[1.0, 0.0, 0.0]]
 
 
-def test_kl_cov_holds_the_chosen_tokens_back():
+def test_kl_cov_penalizes_selected_tokens():
     """Ratios 2 and 1/2, advantage 1, penalty 0.5 * ln 2: it pulls back to ratio 1 from either side."""
     log_probs = torch.tensor([[math.log(2.0), math.log(2.0), -math.log(2.0)]], requires_grad=True)
     loss, metrics = PolicyLossRegistry.get("kl_cov")(
@@ -117,12 +117,12 @@ def test_kl_cov_holds_the_chosen_tokens_back():
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_a_loss_that_was_not_told_its_tokens_says_so(name):
+def test_missing_token_selection_raises(name):
     with pytest.raises(TypeError, match="selected_tokens"):
         PolicyLossRegistry.get(name)(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), AlgorithmConfig())
 
 
-def test_a_user_registers_a_selector_and_others_have_none():
+def test_registered_selector_is_found_by_name():
     @register_token_selector("test_none")
     def none(log_probs, old_log_probs, advantages, loss_mask, noise, config):
         return loss_mask == 2

@@ -19,7 +19,7 @@ CONFIG = AlgorithmConfig(value_clip=0.5)
         (6.0, 1.0, 3.0, 4.5, 3.0, 0),  # overshot by 3: it is called back
     ],
 )
-def test_the_error_of_one_value(value, old, target, expected, slope, clipped):
+def test_single_value_error(value, old, target, expected, slope, clipped):
     values = torch.tensor([[value]], requires_grad=True)
     loss, metrics = critic_loss(values, torch.tensor([[old]]), torch.tensor([[target]]), CONFIG)
     torch.testing.assert_close(loss.detach(), torch.tensor([[expected]]))
@@ -28,7 +28,7 @@ def test_the_error_of_one_value(value, old, target, expected, slope, clipped):
     assert metrics["values_clipfrac"].item() == clipped
 
 
-def test_a_wide_clip_is_the_plain_squared_error():
+def test_wide_clip_equals_squared_error():
     generator = torch.Generator().manual_seed(0)
     values, old, returns = (torch.randn(4, 5, generator=generator) for _ in range(3))
     loss, metrics = critic_loss(values, old, returns, AlgorithmConfig(value_clip=1e9))
@@ -37,7 +37,7 @@ def test_a_wide_clip_is_the_plain_squared_error():
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
-def test_garbage_behind_the_mask_reaches_neither_loss_nor_gradient(garbage):
+def test_masked_values_do_not_affect_loss_or_gradient(garbage):
     values = torch.tensor([[0.0, garbage]], requires_grad=True)
     other = torch.tensor([[1.0, garbage]])
     loss, _ = critic_loss(values, other, other * 2, CONFIG, torch.tensor([[1, 0]]))

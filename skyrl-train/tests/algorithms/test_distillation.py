@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from skyrl_train.algorithms.distillation import candidate_kl, teacher_advantages
+from skyrl_train.algorithms.distillation import compute_candidate_kl, compute_teacher_advantages
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.config import AlgorithmConfig
 from skyrl_train.config.distillation import DistillationConfig
 from skyrl_train.models.scoring import ScoringModel
-from skyrl_train.models.token_log_probs import LogitRule, candidate_log_probs, top_log_probs
+from skyrl_train.models.token_log_probs import LogitRule, compute_candidate_log_probs, compute_top_log_probs
 from skyrl_train.training_backends.base import Scores
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.workers.objectives.policy import PolicyObjective
@@ -74,7 +74,7 @@ def groups_of(teacher: torch.Tensor, tokens: str, top_k: int) -> torch.Tensor:
 
 
 @VARIANTS
-def test_gradient_of_the_objective_is_that_of_the_dense_divergence(tokens, top_k, kl):
+def test_objective_gradient_matches_dense_divergence(tokens, top_k, kl):
     """The path covers the teacher's most likely tokens, the chunked output head and the gradient of every weight."""
     student, teacher = model_of(0), model_of(1)
     ids = torch.randint(NUM_WORDS, (NUM_ROWS, NUM_PROMPT + NUM_RESPONSE), generator=torch.Generator().manual_seed(0))
@@ -103,7 +103,7 @@ def test_gradient_of_the_objective_is_that_of_the_dense_divergence(tokens, top_k
     assert sums["token/teacher_kl"] == pytest.approx(float((divergence.detach() * mask).sum()), rel=1e-9)
 
 
-def test_expected_gradient_of_the_sampled_variant_is_that_of_the_reverse_divergence():
+def test_expected_sampled_gradient_matches_reverse_kl():
     """The expectation is over all tokens of one next-token distribution, each weighted by its probability."""
     generator = torch.Generator().manual_seed(0)
     student, teacher = torch.randn(2, NUM_WORDS, dtype=torch.float64, generator=generator)
@@ -114,7 +114,7 @@ def test_expected_gradient_of_the_sampled_variant_is_that_of_the_reverse_diverge
 
     every_word = student.log_softmax(dim=-1)[:, None]  # as a batch: one row a token, one token a row
     old, mask = every_word.detach(), torch.ones(NUM_WORDS, 1, dtype=torch.float64)
-    advantages = teacher_advantages(old, teacher[:, None])
+    advantages = compute_teacher_advantages(old, teacher[:, None])
     losses, _ = PolicyLossRegistry.get("importance_sampling")(
         every_word, old, advantages, AlgorithmConfig(), mask, None
     )
@@ -131,34 +131,34 @@ def test_expected_gradient_of_the_sampled_variant_is_that_of_the_reverse_diverge
         ("forward", 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2)),
     ],
 )
-def test_divergence_of_one_word_and_the_rest_by_hand(kl, expected):
+def test_divergence_with_tail_matches_manual_result(kl, expected):
     student, teacher = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
-    assert candidate_kl(student, teacher, kl, with_tail=True).item() == pytest.approx(expected, rel=1e-6)
+    assert compute_candidate_kl(student, teacher, kl, with_tail=True).item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
-def test_a_top_k_sum_without_the_rest_can_reward_leaving_the_teachers_words(kl):
+def test_top_k_sum_without_tail_rewards_leaving_teacher_support(kl):
     """The rest is why a student that puts nothing on the teacher's tokens pays for it."""
     teacher = torch.tensor([[0.6, 0.3]]).log()
     student = torch.tensor([[1e-3, 1e-3]]).log()
-    assert candidate_kl(student, teacher, kl, with_tail=True).item() > 1.5
+    assert compute_candidate_kl(student, teacher, kl, with_tail=True).item() > 1.5
     if kl == "reverse":
-        assert candidate_kl(student, teacher, kl, with_tail=False).item() < 0
+        assert compute_candidate_kl(student, teacher, kl, with_tail=False).item() < 0
 
 
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
 @pytest.mark.parametrize("with_tail", [False, True])
-def test_words_that_the_teacher_excludes_and_sure_distributions_have_finite_gradients(kl, with_tail):
+def test_excluded_tokens_and_deterministic_teacher_give_finite_gradients(kl, with_tail):
     student = torch.tensor([[8.0, -40.0, 1.0], [90.0, 0.0, -90.0]], requires_grad=True)
     teacher = torch.tensor([[0.9, 0.1, 0.0], [1.0, 0.0, 0.0]]).log()
-    divergence = candidate_kl(student.log_softmax(dim=-1), teacher, kl, with_tail=with_tail)
+    divergence = compute_candidate_kl(student.log_softmax(dim=-1), teacher, kl, with_tail=with_tail)
     (gradient,) = torch.autograd.grad(divergence.sum(), student)
     assert divergence.isfinite().all() and gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("rule", [LogitRule(), LogitRule(multiplier=3.0, softcap=1.5)])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_candidates_of_the_chunked_head_have_the_gradients_of_finite_differences(rule, with_entropy):
+def test_chunked_head_gradients_match_finite_differences(rule, with_entropy):
     generator = torch.Generator().manual_seed(0)
     shapes = ((5, 6), (NUM_WORDS, 6), (NUM_WORDS,))
     hidden, weight, bias = (
@@ -168,7 +168,7 @@ def test_candidates_of_the_chunked_head_have_the_gradients_of_finite_differences
     candidates = torch.stack([torch.randperm(NUM_WORDS, generator=generator)[:3] for _ in range(5)]).int()
 
     def scores(hidden, weight, bias):
-        log_probs, entropy, of_candidates = candidate_log_probs(
+        log_probs, entropy, of_candidates = compute_candidate_log_probs(
             hidden,
             weight,
             labels,
@@ -184,10 +184,10 @@ def test_candidates_of_the_chunked_head_have_the_gradients_of_finite_differences
     assert torch.autograd.gradcheck(scores, (hidden, weight, bias))
 
 
-def test_likeliest_words_of_the_chunked_head_are_those_of_whole_logits():
+def test_chunked_head_top_k_matches_full_logits():
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(7, 6, generator=generator), torch.randn(NUM_WORDS, 6, generator=generator)
-    ids, log_probs = top_log_probs(hidden, weight, 4, temperature=TEMPERATURE, chunk_size=3)
+    ids, log_probs = compute_top_log_probs(hidden, weight, 4, temperature=TEMPERATURE, chunk_size=3)
     expected = (hidden @ weight.t() / TEMPERATURE).log_softmax(dim=-1).topk(4)
     assert torch.equal(ids, expected.indices)
     torch.testing.assert_close(log_probs, expected.values, rtol=1e-5, atol=1e-5)

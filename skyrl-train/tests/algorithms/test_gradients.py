@@ -132,7 +132,7 @@ def reference(name: str, batch: Batch, now: torch.Tensor) -> torch.Tensor:
 
 
 @EVERY_LOSS
-def test_a_loss_is_its_formula(name: str):
+def test_loss_matches_formula(name: str):
     exact = reference(name, Batch(), Batch().log_probs)
     torch.testing.assert_close(Batch().loss(name), exact, rtol=1e-12, atol=1e-12)
     single = Batch(torch.float32).loss(name)
@@ -141,7 +141,7 @@ def test_a_loss_is_its_formula(name: str):
 
 
 @EVERY_LOSS
-def test_the_gradient_is_that_of_the_formula_with_its_stopped_parts_held_still(name: str):
+def test_gradient_matches_formula_with_stop_gradients(name: str):
     batch, step = Batch(), 1e-6
     log_probs = batch.log_probs.clone().requires_grad_()
     weights = torch.rand(6, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -157,8 +157,8 @@ def test_the_gradient_is_that_of_the_formula_with_its_stopped_parts_held_still(n
     torch.testing.assert_close(log_probs.grad, slope, rtol=1e-7, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", [name for name in OURS if PolicyLossRegistry.requirements(name).advantages])
-def test_gradient_on_policy_is_the_policy_gradient(name: str):
+@pytest.mark.parametrize("name", [name for name in OURS if PolicyLossRegistry.get_requirements(name).advantages])
+def test_on_policy_gradient_equals_policy_gradient(name: str):
     """Whatever a loss does away from ratio 1: there, d loss / d log pi = -A of each token; but Clip-Cov takes its
     chosen tokens out even then."""
     batch = Batch()
@@ -178,7 +178,7 @@ def test_gradient_on_policy_is_the_policy_gradient(name: str):
 @pytest.mark.parametrize(
     ("log_ratio", "ratio", "slope"), [(19.0, 19.0, 19.0), (25.0, 20.0, None), (-25.0, -20.0, None)]
 )
-def test_a_ratio_is_bounded_and_constant_beyond_its_bounds(log_ratio: float, ratio: float, slope: float | None):
+def test_ratio_is_clipped_and_constant_beyond_bounds(log_ratio: float, ratio: float, slope: float | None):
     log_probs = torch.tensor([[log_ratio]], requires_grad=True)
     value = importance_ratio(log_probs, torch.zeros(1, 1))
     torch.testing.assert_close(value.detach(), torch.tensor([[ratio]]).exp())
@@ -192,7 +192,7 @@ def test_a_ratio_is_bounded_and_constant_beyond_its_bounds(log_ratio: float, rat
     ("given", "computed"),
     [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64, torch.float64)],
 )
-def test_half_precision_is_computed_in_float32_and_double_stays(name: str, given: torch.dtype, computed: torch.dtype):
+def test_half_precision_uses_float32_and_float64_is_kept(name: str, given: torch.dtype, computed: torch.dtype):
     batch = Batch(given)
     widened = Batch(given)
     for column in ("log_probs", "old", "rollout", "advantages"):
@@ -206,7 +206,7 @@ def test_kl_of_half_precision_is_computed_in_float32():
     torch.testing.assert_close(kl, torch.tensor([[0.0078125**2 / 2]]))
 
 
-def test_every_loss_of_the_registry_stops_and_trains_some_token_here():
+def test_registered_losses_clip_some_tokens_and_train_others():
     """Control: the comparisons above see both sides of every bound."""
     batch = Batch()
     for name in ("regular", "dual_clip", "gspo", "cispo", "rollout_is", "dppo", "decoupled_ppo", "clip_cov"):

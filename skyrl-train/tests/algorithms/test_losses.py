@@ -26,7 +26,7 @@ from skyrl_train.config import AlgorithmConfig
         (2.0, -1.0, 2.0),  # a bad token got likelier: full penalty
     ],
 )
-def test_ppo_loss_of_one_token(ratio: float, advantage: float, expected: float):
+def test_single_token_ppo_loss(ratio: float, advantage: float, expected: float):
     loss, metrics = ppo_policy_loss(
         torch.tensor([[math.log(ratio)]]), torch.zeros(1, 1), torch.tensor([[advantage]]), AlgorithmConfig()
     )
@@ -34,7 +34,7 @@ def test_ppo_loss_of_one_token(ratio: float, advantage: float, expected: float):
     assert metrics["clip_ratio"].item() == float(expected != -ratio * advantage)
 
 
-def test_gspo_gives_a_sequence_one_ratio_and_each_token_its_own_gradient():
+def test_gspo_uses_sequence_ratio_and_token_gradients():
     # Token ratios 4 and 1/2, their geometric mean sqrt(2) = 1.414: clipped at 1.2 for A > 0, kept for A < 0.
     log_ratios = [[math.log(4.0), math.log(0.5), 100.0]] * 2
     log_probs = torch.tensor(log_ratios, requires_grad=True)
@@ -56,12 +56,12 @@ OURS = [
 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("absent", ["advantages", "rollout_logprobs"])
-def test_requirements_name_the_columns_a_loss_cannot_do_without(name: str, absent: str):
+def test_requirements_list_mandatory_columns(name: str, absent: str):
     columns: dict[str, Any] = dict.fromkeys(("log_probs", "old_log_probs", "advantages", "loss_mask"), torch.ones(2, 1))
     columns |= {"rollout_logprobs": torch.ones(2, 1), absent: None}
     if name in TokenSelectorRegistry:
         columns["selected_tokens"] = torch.zeros(2, 1, dtype=torch.bool)
-    requires = PolicyLossRegistry.requirements(name)
+    requires = PolicyLossRegistry.get_requirements(name)
     needs = requires.advantages if absent == "advantages" else requires.rollout_log_probs
     if needs:
         with pytest.raises((AttributeError, ValueError)):
@@ -71,7 +71,7 @@ def test_requirements_name_the_columns_a_loss_cannot_do_without(name: str, absen
         assert torch.isfinite(loss).all()
 
 
-def test_a_user_registers_a_loss_once_and_an_unknown_name_gets_the_nearest():
+def test_loss_registration_is_unique_and_suggests_nearest_name():
     @register_policy_loss("test_reinforce")
     def reinforce(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):
         return -advantages * log_probs, {}

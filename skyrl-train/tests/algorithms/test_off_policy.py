@@ -22,7 +22,7 @@ def correct(ratios=RATIOS, mask=MASK, **settings: Any) -> Correction:
     )
 
 
-def test_nothing_asked_for_is_nothing_done():
+def test_disabled_corrections_change_nothing():
     correction = correct()
     assert correction.weights is None
     assert correction.loss_mask is MASK
@@ -51,7 +51,7 @@ def test_tis_weights_are_ratios_of_tokens_or_sequences_within_bounds(kind, low, 
     assert correction.metrics[f"{name}_high_ratio"] == pytest.approx(over)
 
 
-def test_ratio_metrics_are_over_the_tokens_of_the_mask_alone():
+def test_ratio_metrics_use_masked_tokens_only():
     metrics = correct(tis_ratio_type="token").metrics
     ratios = [4.0, 0.5, 0.5, 0.5, 1.0, 1.0, 1.0]
     mean = sum(ratios) / 7
@@ -74,7 +74,7 @@ def test_ratio_metrics_are_over_the_tokens_of_the_mask_alone():
         (dict(sequence_mask_metric="geometric"), [2], "geo", 1, 1),  # the defaults: 1% to either side
     ],
 )
-def test_sequences_out_of_range_leave_the_loss_mask(settings, kept_rows, name, under, over):
+def test_out_of_range_sequences_are_masked(settings, kept_rows, name, under, over):
     correction = correct(**settings)
     expected = torch.zeros_like(MASK)
     expected[kept_rows] = MASK[kept_rows]
@@ -89,7 +89,7 @@ def test_sequences_out_of_range_leave_the_loss_mask(settings, kept_rows, name, u
     ("low", "high", "kept_rows"),
     [(None, 3.0, [1, 2]), (0.6, None, [2]), (0.6, 3.0, [2]), (0.4, 5.0, [0, 1, 2])],
 )
-def test_one_outlier_takes_its_whole_sequence_out_with_no_other_setting(low, high, kept_rows):
+def test_single_outlier_masks_whole_sequence(low, high, kept_rows):
     correction = correct(outlier_token_is_threshold_low=low, outlier_token_is_threshold_high=high)
     expected = torch.zeros_like(MASK)
     expected[kept_rows] = MASK[kept_rows]
@@ -106,7 +106,7 @@ def test_one_outlier_takes_its_whole_sequence_out_with_no_other_setting(low, hig
         (0.6, 3.0, [[0, 0, 0], [0, 0, 0], [1, 1, 1], [0, 0, 0]], 3, 1),
     ],
 )
-def test_a_token_mask_leaves_the_rest_of_the_sequence(low, high, kept_tokens, under, over):
+def test_token_mask_keeps_rest_of_sequence(low, high, kept_tokens, under, over):
     correction = correct(token_mask_is_threshold_low=low, token_mask_is_threshold_high=high)
     assert correction.loss_mask.tolist() == kept_tokens
     metrics = correction.metrics
@@ -115,7 +115,7 @@ def test_a_token_mask_leaves_the_rest_of_the_sequence(low, high, kept_tokens, un
     assert metrics["policy/loss_metrics/token_mask_over_high_ratio"] == pytest.approx(over / 7)
 
 
-def test_rules_add_up_and_none_sees_what_another_left_out():
+def test_rules_combine_independently():
     """The token of ratio 4 leaves by the token mask; the product of its sequence is 2 all the same, and capped."""
     correction = correct(
         tis_ratio_type="sequence",
@@ -138,7 +138,7 @@ EVERYTHING: dict[str, Any] = dict(
 )
 
 
-def test_a_batch_without_tokens_has_no_metrics_and_no_nan():
+def test_empty_batch_gives_no_metrics_and_no_nan():
     correction = correct(mask=torch.zeros_like(MASK), **EVERYTHING)
     assert correction.metrics == {}
     assert correction.weights is not None and torch.equal(correction.weights, torch.ones_like(MASK))
@@ -146,13 +146,13 @@ def test_a_batch_without_tokens_has_no_metrics_and_no_nan():
     assert mismatch_metrics(torch.zeros(2, 2), torch.full((2, 2), NAN), torch.zeros(2, 2)) == {}
 
 
-def test_engines_that_agree_change_nothing():
+def test_equal_log_probs_need_no_correction():
     correction = correct([[1.0] * 3] * 4, **EVERYTHING)
     assert correction.weights is not None and torch.equal(correction.weights, torch.ones_like(MASK))
     assert torch.equal(correction.loss_mask, MASK)
 
 
-def test_a_sequence_is_judged_alone():
+def test_sequences_are_evaluated_independently():
     by_sequence: dict[str, Any] = dict(tis_ratio_type="sequence", sequence_mask_metric="product")
     for settings in (EVERYTHING, by_sequence):
         whole = correct(**settings)
@@ -170,7 +170,7 @@ def test_weights_carry_no_gradient():
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence"])
-def test_a_hopeless_log_prob_keeps_every_number_finite(kind):
+def test_very_low_log_prob_keeps_values_finite(kind):
     old, rollout = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-500.0, float("-inf")]])
     settings = OffPolicyCorrectionConfig(tis_ratio_type=kind, sequence_mask_metric="product")
     correction = correct_off_policy(old, rollout, torch.ones(1, 2), settings)
@@ -179,7 +179,7 @@ def test_a_hopeless_log_prob_keeps_every_number_finite(kind):
     assert all(math.isfinite(value) for value in correction.metrics.values())
 
 
-def test_mismatch_by_hand():
+def test_mismatch_matches_manual_result():
     """Two tokens of ratio 4 and 1/2 (a third is masked): log-ratios 2 ln 2 and -ln 2."""
     rollout = torch.tensor([[-3.0, -5.0, 5.0]])
     old = rollout + torch.tensor([[math.log(4.0), -math.log(2.0), NAN]])
@@ -198,6 +198,6 @@ def test_mismatch_by_hand():
 
 
 @pytest.mark.parametrize(("ratios", "ess"), [([3.0] * 4, 1.0), ([1e6, 1e-6, 1e-6, 1e-6], 0.25)])
-def test_effective_sample_size_is_the_share_of_tokens_that_count(ratios, ess):
+def test_effective_sample_size_is_fraction_of_effective_tokens(ratios, ess):
     metrics = mismatch_metrics(torch.tensor([ratios]).log(), torch.zeros(1, 4), torch.ones(1, 4))
     assert metrics["policy/rollout_train_ess"] == pytest.approx(ess, rel=1e-5)

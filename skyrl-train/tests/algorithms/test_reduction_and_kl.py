@@ -22,12 +22,12 @@ MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
         ("prompt_mean", ((1 + 2 + 3) / 3 + 4) / 2),  # two prompts of one answer each
     ],
 )
-def test_reductions_by_hand(reduction, expected):
+def test_reductions_match_manual_results(reduction, expected):
     loss = reduce_loss(LOSS, MASK, reduction, max_seq_len=10, index=["a", "b"])
     torch.testing.assert_close(loss, torch.tensor(expected))
 
 
-def test_prompt_mean_counts_every_prompt_once_however_many_answers_and_tokens_it_has():
+def test_prompt_mean_weights_prompts_equally():
     """Prompt x: answers of 2 and 1 tokens, token mean (1 + 2 + 6) / 3 = 3; prompt y: one token of 5; z: none at all."""
     loss = torch.tensor([[1.0, 2.0], [5.0, 9.0], [6.0, 9.0], [9.0, 9.0]])
     mask = torch.tensor([[1, 1], [1, 0], [1, 0], [0, 0]])
@@ -40,7 +40,7 @@ EVERY_REDUCTION = pytest.mark.parametrize("reduction", get_args(LossReduction))
 
 
 @EVERY_REDUCTION
-def test_the_gradient_of_a_reduction_is_its_weights(reduction):
+def test_reduction_gradient_equals_weights(reduction):
     loss = torch.where(MASK == 0, float("nan"), LOSS).requires_grad_()
     reduce_loss(loss, MASK, reduction, 10, index=["a", "b"]).backward()
     assert loss.grad is not None
@@ -48,28 +48,28 @@ def test_the_gradient_of_a_reduction_is_its_weights(reduction):
 
 
 @EVERY_REDUCTION
-def test_an_empty_mask_gives_zero_not_nan(reduction):
+def test_empty_mask_gives_zero(reduction):
     assert reduce_loss(LOSS, torch.zeros_like(MASK), reduction, 10, ["a", "b"]).item() == 0.0
     assert masked_mean(LOSS, torch.zeros_like(MASK)).item() == 0.0
 
 
-def test_the_constant_of_dr_grpo_must_be_given():
+def test_dr_grpo_requires_constant():
     with pytest.raises(ValueError, match="max_seq_len"):
         token_weights(MASK, "seq_mean_token_sum_norm")
 
 
 @pytest.mark.parametrize("index", [None, ["a"]])
-def test_prompt_mean_must_know_the_prompts(index):
+def test_prompt_mean_requires_prompt_ids(index):
     with pytest.raises(ValueError, match="the prompt of every sequence"):
         token_weights(MASK, "prompt_mean", index=index)
 
 
-def test_an_unknown_reduction_is_told_the_known_ones():
+def test_unknown_reduction_error_lists_known_names():
     with pytest.raises(ValueError, match="token_mean, sequence_mean, seq_mean_token_sum_norm, prompt_mean; got 'mean'"):
         token_weights(MASK, "mean")  # type: ignore[arg-type]
 
 
-def test_weights_of_a_float64_mask_are_exact_to_float64():
+def test_float64_mask_gives_float64_weights():
     assert token_weights(torch.ones(1, 3).double(), "token_mean")[0, 0].item() == 1 / 3
 
 
@@ -83,7 +83,7 @@ def test_weights_of_a_float64_mask_are_exact_to_float64():
         ("k3+", math.exp(-0.5) - 1 + 0.5),
     ],
 )
-def test_kl_estimates_by_hand(estimator, expected):
+def test_kl_estimates_match_manual_results(estimator, expected):
     kl = compute_approx_kl(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), None, estimator)
     torch.testing.assert_close(kl, torch.tensor([[expected]]))
 
@@ -99,7 +99,7 @@ def test_kl_estimates_by_hand(estimator, expected):
         ("k3+", lambda d: d),
     ],
 )
-def test_kl_has_the_analytic_gradient(estimator, slope, drift):
+def test_kl_matches_analytic_gradient(estimator, slope, drift):
     log_probs = torch.tensor([[-4.0]], requires_grad=True)
     compute_approx_kl(log_probs, torch.tensor([[-4.0 - drift]]), None, estimator).sum().backward()
     torch.testing.assert_close(log_probs.grad, torch.tensor([[slope(drift)]]))
@@ -116,7 +116,7 @@ def test_kl_has_the_analytic_gradient(estimator, slope, drift):
         ("k3+", 30.0, 10.0, 0.0),
     ],
 )
-def test_one_odd_token_cannot_own_the_batch(estimator, drift, value, slope):
+def test_single_outlier_token_is_bounded(estimator, drift, value, slope):
     log_probs = torch.tensor([[drift]], requires_grad=True)
     kl = compute_approx_kl(log_probs, torch.zeros(1, 1), None, estimator)
     kl.sum().backward()
@@ -132,7 +132,7 @@ def two_policies() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3", "k3+"])
-def test_the_estimates_of_all_tokens_average_to_the_kl(estimator):
+def test_expected_estimate_equals_kl(estimator):
     logits, reference = two_policies()
     log_probs = logits.log_softmax(-1)
     exact = (log_probs.exp() * (log_probs - reference)).sum()
@@ -140,7 +140,7 @@ def test_the_estimates_of_all_tokens_average_to_the_kl(estimator):
     torch.testing.assert_close(estimate, exact)
 
 
-def test_gradients_of_k2_and_k3_plus_average_to_that_of_the_kl_and_that_of_k1_to_0():
+def test_expected_gradient_of_k2_and_k3_plus_is_kl_gradient_and_k1_is_zero():
     logits, reference = two_policies()
 
     def gradient(of_logits) -> torch.Tensor:
@@ -161,12 +161,12 @@ def test_gradients_of_k2_and_k3_plus_average_to_that_of_the_kl_and_that_of_k1_to
     assert exact.abs().max() > 0.001
 
 
-def test_an_unknown_estimator_is_told_the_known_ones():
+def test_unknown_estimator_error_lists_known_names():
     with pytest.raises(ValueError, match=r"k1, k2, k3, k3\+, abs; got 'k4'"):
         compute_approx_kl(torch.zeros(1, 1), torch.zeros(1, 1), None, "k4")  # type: ignore[arg-type]
 
 
-def test_the_adaptive_controller_steers_to_its_target():
+def test_adaptive_controller_reaches_target():
     controller = AdaptiveKLController(0.1, target=1.0, horizon=100)
     controller.update(current=3.0, n_steps=50)  # twice over the target: the error is clipped to 0.2
     assert controller.value == pytest.approx(0.1 * (1 + 0.2 * 50 / 100))
@@ -180,6 +180,6 @@ def test_the_adaptive_controller_steers_to_its_target():
 
 
 @pytest.mark.parametrize("horizon", [0, -1])
-def test_adaptive_controller_refuses_a_horizon_below_one(horizon: int):
+def test_adaptive_controller_rejects_horizon_below_one(horizon: int):
     with pytest.raises(ValueError, match=f"must be positive; got {horizon}"):
         AdaptiveKLController(0.1, target=1.0, horizon=horizon)

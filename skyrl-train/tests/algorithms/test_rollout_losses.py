@@ -37,7 +37,7 @@ def one_token(name: str, now: float, old: float, written: float, advantage: floa
         (0.3999, 0.5, 1.0, 0.0),
     ],
 )
-def test_rollout_is_weighs_reinforce_within_the_bounds_and_drops_the_rest(now, written, advantage, weight):
+def test_rollout_is_weights_tokens_within_bounds_and_drops_others(now, written, advantage, weight):
     loss, slope, metrics = one_token("rollout_is", now, 0.01, written, advantage)
     assert loss == pytest.approx(-weight * advantage * math.log(now), rel=1e-5)
     assert slope == pytest.approx(-weight * advantage, rel=1e-5)
@@ -64,7 +64,7 @@ def test_rollout_is_weighs_reinforce_within_the_bounds_and_drops_the_rest(now, w
         ("binary_tv", 0.999, 0.9, 1.0, False),
     ],
 )
-def test_dppo_stops_a_token_that_went_too_far_in_its_direction(divergence, now, written, advantage, stopped):
+def test_dppo_masks_tokens_beyond_bound_in_advantage_direction(divergence, now, written, advantage, stopped):
     loss, slope, metrics = one_token("dppo", now, 0.5, written, advantage, dppo={"divergence": divergence})
     expected = 0.0 if stopped else -now / written * advantage
     assert loss == pytest.approx(expected, rel=1e-5)
@@ -85,7 +85,7 @@ def test_dppo_stops_a_token_that_went_too_far_in_its_direction(divergence, now, 
         (0.65, 0.0, False, True),  # no advantage: 0 either way, counted as stopped by the two-sided mask
     ],
 )
-def test_two_sided_dppo_mask_stops_tokens_whatever_their_advantage(now, advantage, one_sided, two_sided):
+def test_two_sided_dppo_mask_ignores_advantage_sign(now, advantage, one_sided, two_sided):
     for mask, stopped in (("one_sided", one_sided), ("two_sided", two_sided)):
         settings = {"mask": mask, "delta_low": 0.2, "delta_high": 0.1}
         loss, slope, metrics = one_token("dppo", now, 0.5, 0.5, advantage, dppo=settings)
@@ -103,7 +103,7 @@ def test_two_sided_dppo_mask_stops_tokens_whatever_their_advantage(now, advantag
         (0.1, 0.4, 0.8, 0.5),  # 1/8, clipped at 1 - 0.5
     ],
 )
-def test_cispo_anchored_at_the_rollout_weighs_against_the_policy_that_wrote(now, old, written, weight):
+def test_rollout_anchored_cispo_uses_behaviour_policy(now, old, written, weight):
     bounds = {"cispo_anchor": "rollout", "cispo_eps_clip_low": 0.5, "cispo_eps_clip_high": 2.0}
     loss, slope, metrics = one_token("cispo", now, old, written, -2.0, cispo=bounds)
     assert loss == pytest.approx(weight * 2.0 * math.log(now), rel=1e-5)
@@ -112,7 +112,7 @@ def test_cispo_anchored_at_the_rollout_weighs_against_the_policy_that_wrote(now,
     assert metrics == {"clip_ratio": clipped, "ratio": pytest.approx(now / written, rel=1e-5)}
 
 
-def test_cispo_anchored_at_the_rollout_needs_the_engines_log_probs():
+def test_rollout_anchored_cispo_requires_engine_log_probs():
     config = AlgorithmConfig.from_dict({"cispo": {"cispo_anchor": "rollout"}})
     with pytest.raises(ValueError, match="'cispo with cispo_anchor=rollout' compares with the log-probs"):
         PolicyLossRegistry.get("cispo")(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), config)
@@ -122,7 +122,7 @@ def test_cispo_anchored_at_the_rollout_needs_the_engines_log_probs():
     ("name", "settings"),
     [("cispo", {"cispo_anchor": "rollout"}), ("dppo", {"mask": "two_sided", "divergence": "binary_kl"})],
 )
-def test_choices_of_a_loss_keep_its_invariances(name, settings):
+def test_loss_options_preserve_invariances(name, settings):
     check_policy_loss(PolicyLossRegistry.get(name), AlgorithmConfig.from_dict({name: settings}), name=name)
 
 
@@ -130,7 +130,7 @@ def test_choices_of_a_loss_keep_its_invariances(name, settings):
 @pytest.mark.parametrize(
     ("now", "written", "stopped"), [(0.0, 0.0, 0), (-1e-8, 0.0, 0), (0.0, -1e-8, 0), (1e-7, -1.0, 1)]
 )
-def test_dppo_of_sure_tokens_is_finite(divergence, now, written, stopped):
+def test_dppo_is_finite_for_deterministic_tokens(divergence, now, written, stopped):
     """Log-probs of 0, and above it by rounding. A probability of exactly 1 is infinitely far (KL) from any other, but
     one rounding step is no trust region's business in total variation."""
     log_probs = torch.tensor([[now]], requires_grad=True)
@@ -154,7 +154,7 @@ def test_dppo_of_sure_tokens_is_finite(divergence, now, written, stopped):
         (0.44, 0.4, 0.1, 1.0, 0.0, 0.0),  # weight 4, above the cap of 3: does not train
     ],
 )
-def test_decoupled_ppo_clips_around_the_start_of_the_step(now, old, written, advantage, expected, slope):
+def test_decoupled_ppo_clips_around_proximal_policy(now, old, written, advantage, expected, slope):
     settings = {"decoupled_ppo": {"behavior_weight_cap": 3.0}}
     loss, gradient, metrics = one_token("decoupled_ppo", now, old, written, advantage, **settings)
     assert loss == pytest.approx(expected, rel=1e-5)
@@ -164,13 +164,13 @@ def test_decoupled_ppo_clips_around_the_start_of_the_step(now, old, written, adv
     assert metrics["ratio"] == pytest.approx(now / old, rel=1e-5)
 
 
-def test_every_token_trains_without_a_cap():
+def test_all_tokens_train_without_cap():
     loss, _, metrics = one_token("decoupled_ppo", 0.5, 0.5, 0.005, 1.0)
     assert loss == pytest.approx(-100.0, rel=1e-5)
     assert metrics["behavior_capped"] == 0.0
 
 
 @pytest.mark.parametrize("name", ["decoupled_ppo", "dppo", "rollout_is"])
-def test_missing_rollout_log_probs_are_refused_by_name(name):
+def test_missing_rollout_log_probs_are_rejected_by_name(name):
     with pytest.raises(ValueError, match=f"'{name}' compares with the log-probs of the rollout engine"):
         PolicyLossRegistry.get(name)(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), AlgorithmConfig())

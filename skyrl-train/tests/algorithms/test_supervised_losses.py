@@ -20,7 +20,7 @@ def dpo(drift: torch.Tensor, mask: torch.Tensor | None = MASK):
     return PolicyLossRegistry.get("dpo")(reference + drift, reference, None, CONFIG, mask)
 
 
-def test_cross_entropy_is_the_negative_log_likelihood_of_each_token():
+def test_cross_entropy_is_token_negative_log_likelihood():
     log_probs = torch.tensor([[-0.5, -2.0, float("-inf")]], requires_grad=True)
     loss, metrics = PolicyLossRegistry.get("cross_entropy")(
         log_probs, None, None, AlgorithmConfig(), torch.tensor([[1, 1, 0]])
@@ -30,7 +30,7 @@ def test_cross_entropy_is_the_negative_log_likelihood_of_each_token():
     assert log_probs.grad is not None and log_probs.grad.tolist() == [[-1.0, -1.0, 0.0]]
 
 
-def test_dpo_of_two_pairs_by_hand():
+def test_dpo_of_two_pairs_matches_manual_result():
     loss, metrics = dpo(DRIFT)
     first, second = math.log(1 + math.exp(-2.0)), math.log(1 + math.exp(1.0))
     rows = torch.tensor([[first], [first], [second], [second]])
@@ -39,12 +39,12 @@ def test_dpo_of_two_pairs_by_hand():
     assert torch.equal(metrics["dpo_accuracy"], torch.tensor([[1.0], [1.0], [0.0], [0.0]]) * MASK)
 
 
-def test_the_sequence_mean_of_dpo_is_the_mean_over_pairs():
+def test_dpo_sequence_mean_is_mean_over_pairs():
     mean = reduce_loss(dpo(DRIFT)[0], MASK, "sequence_mean")
     assert mean.item() == pytest.approx((math.log(1 + math.exp(-2.0)) + math.log(1 + math.exp(1.0))) / 2, rel=1e-6)
 
 
-def test_dpo_pushes_a_lost_pair_harder_than_a_won_one():
+def test_dpo_gradient_is_larger_for_misranked_pairs():
     """d loss / d log pi = -beta * sigmoid(-margin) at every chosen token, the opposite at rejected ones."""
     drift = DRIFT.clone().requires_grad_()
     reduce_loss(dpo(drift)[0], MASK, "sequence_mean").backward()
@@ -53,7 +53,7 @@ def test_dpo_pushes_a_lost_pair_harder_than_a_won_one():
 
 
 @pytest.mark.parametrize(("margin", "loss"), [(400.0, 0.0), (-400.0, 200.0)])
-def test_a_hopeless_margin_stays_finite(margin, loss):
+def test_extreme_margin_gives_finite_loss(margin, loss):
     drift = torch.tensor([[margin / 2], [-margin / 2]], requires_grad=True)
     value, _ = dpo(drift, None)
     value.sum().backward()
@@ -62,13 +62,13 @@ def test_a_hopeless_margin_stays_finite(margin, loss):
 
 
 @pytest.mark.parametrize(("margin", "accuracy"), [(0.25, 1.0), (0.0, 0.0), (-0.25, 0.0)])
-def test_dpo_accuracy_counts_pairs_whose_chosen_answer_is_ahead(margin, accuracy):
+def test_dpo_accuracy_counts_pairs_with_higher_chosen_reward(margin, accuracy):
     metrics = dpo(torch.tensor([[margin], [-margin]]), None)[1]  # beta 0.5: the margin is half the difference
     assert metrics["dpo_margin"].tolist() == [[margin], [margin]]
     assert metrics["dpo_accuracy"].tolist() == [[accuracy], [accuracy]]
 
 
-def test_half_a_pair_compares_nothing():
+def test_incomplete_pair_is_ignored():
     mask = MASK.clone()
     mask[1] = 0
     drift = DRIFT.clone().requires_grad_()
@@ -78,6 +78,6 @@ def test_half_a_pair_compares_nothing():
     assert drift.grad is not None and drift.grad[:2].abs().sum() == 0
 
 
-def test_an_odd_number_of_rows_is_refused():
+def test_odd_number_of_rows_is_rejected():
     with pytest.raises(ValueError, match="pairs of rows, chosen and rejected; got 3"):
         dpo(DRIFT[:3], MASK[:3])

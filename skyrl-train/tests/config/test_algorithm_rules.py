@@ -91,13 +91,13 @@ def checked(algorithm: dict[str, Any], trainer: dict[str, Any] | None = None, **
         ({"dynamic_sampling": {"min_replace_ratio": 1.5}}, "min_replace_ratio must be from 0 to 1"),
     ],
 )
-def test_a_contradiction_is_refused(algorithm: dict[str, Any], message: str):
+def test_contradictory_settings_are_rejected(algorithm: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         checked(algorithm)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "maxrl", "reinforce++_baseline", "turn_grpo"])
-def test_a_group_of_one_has_nothing_to_be_compared_with(estimator: str):
+def test_group_relative_estimator_rejects_single_sample_groups(estimator: str):
     message = f"advantage_estimator={re.escape(estimator)} compares .*n_samples_per_prompt=1 leaves nothing to compare"
     with pytest.raises(ConfigError, match=message):
         checked({"advantage_estimator": estimator}, n_samples_per_prompt=1)
@@ -105,20 +105,20 @@ def test_a_group_of_one_has_nothing_to_be_compared_with(estimator: str):
 
 
 @pytest.mark.parametrize("sampling", [{"dynamic_sampling": {"type": "filter"}}, {"zero_variance_filter": True}])
-def test_answers_can_only_differ_if_there_are_two(sampling: dict[str, Any]):
+def test_informative_group_requires_two_samples(sampling: dict[str, Any]):
     with pytest.raises(ConfigError, match=r"whose answers differ in reward, and .* gives one answer each"):
         checked({"advantage_estimator": "reinforce++"} | sampling, n_samples_per_prompt=1)
     checked(sampling)
 
 
 @pytest.mark.parametrize("loss", ["rollout_is", "dppo", "decoupled_ppo"])
-def test_losses_that_read_rollout_log_probs_need_them(loss: str):
+def test_rollout_losses_require_rollout_log_probs(loss: str):
     with pytest.raises(ConfigError, match=f"policy_loss_type={loss} compares .*logprobs=null keeps none; set it to 0"):
         checked({"policy_loss_type": loss}, sampling_params={"logprobs": None})
     checked({"policy_loss_type": loss})
 
 
-def test_cispo_needs_rollout_log_probs_where_it_is_anchored_at_them():
+def test_rollout_anchored_cispo_requires_rollout_log_probs():
     cispo = {"policy_loss_type": "cispo", "cispo": {"cispo_anchor": "rollout"}}
     with pytest.raises(ConfigError, match=r"policy_loss_type=cispo compares .*logprobs=null keeps none; set it to 0"):
         checked(cispo, sampling_params={"logprobs": None})
@@ -126,7 +126,7 @@ def test_cispo_needs_rollout_log_probs_where_it_is_anchored_at_them():
     checked({"policy_loss_type": "cispo"}, sampling_params={"logprobs": None})
 
 
-def test_the_correction_needs_rollout_log_probs():
+def test_off_policy_correction_requires_rollout_log_probs():
     correction = {"off_policy_correction": {"sequence_mask_metric": "geometric"}}
     with pytest.raises(ConfigError, match="off_policy_correction compares with the engine's log-probs"):
         checked(correction, sampling_params={"logprobs": None})
@@ -135,24 +135,24 @@ def test_the_correction_needs_rollout_log_probs():
 
 
 @pytest.mark.parametrize("estimator, trainer", [("gae", CRITIC), ("reinforce++", {})])
-def test_turns_as_samples_need_an_estimator_of_whole_trajectories(estimator: str, trainer: dict[str, Any]):
+def test_step_wise_samples_require_outcome_estimator(estimator: str, trainer: dict[str, Any]):
     with pytest.raises(ConfigError, match="goes through a trajectory token by token"):
         checked({"advantage_estimator": estimator}, trainer, step_wise_trajectories=True)
     checked({"advantage_estimator": "turn_grpo"}, step_wise_trajectories=True)
 
 
-def test_turns_that_are_joined_cannot_be_compared_one_by_one():
+def test_merged_turns_reject_turn_level_comparison():
     with pytest.raises(ConfigError, match=r"turn_grpo compares turn with turn, and .*merge_stepwise_output=true"):
         checked({"advantage_estimator": "turn_grpo"}, step_wise_trajectories=True, merge_stepwise_output=True)
     checked({}, step_wise_trajectories=True, merge_stepwise_output=True)
 
 
-def test_dynamic_sampling_selects_whole_trajectories():
+def test_dynamic_sampling_rejects_step_wise_trajectories():
     with pytest.raises(ConfigError, match=r"dynamic_sampling.type=replace selects whole trajectories"):
         checked({"dynamic_sampling": {"type": "replace"}}, step_wise_trajectories=True)
 
 
-def test_a_critic_is_only_trained_for_an_estimator_that_reads_it():
+def test_critic_is_rejected_when_estimator_ignores_values():
     checked({"advantage_estimator": "gae"}, CRITIC)
     with pytest.raises(ConfigError, match=r"would train a critic that .*advantage_estimator=grpo does not read"):
         checked({}, CRITIC)
@@ -166,7 +166,7 @@ def test_a_critic_is_only_trained_for_an_estimator_that_reads_it():
         AdvantageEstimatorRegistry.unregister("with_values")
 
 
-def test_the_old_form_of_token_tis_is_the_new_one_with_a_warning():
+def test_deprecated_token_tis_maps_to_new_setting_with_warning():
     with pytest.warns(FutureWarning, match=r"use_tis is the old form of .*token_tis_ratio_clip_high=3.0"):
         algorithm = checked({"use_tis": True, "tis_imp_ratio_cap": 3.0})
     assert algorithm.off_policy_correction.tis_ratio_type == "token"
@@ -175,7 +175,7 @@ def test_the_old_form_of_token_tis_is_the_new_one_with_a_warning():
 
 
 @pytest.mark.parametrize("plus", ["", "+"])
-def test_the_overlong_buffer_is_set_with_and_without_a_plus(plus: str):
+def test_overlong_buffer_override_works_with_and_without_plus(plus: str):
     """Scripts for other releases append it: there it is no part of the defaults."""
     buffer = f"{plus}trainer.algorithm.overlong_buffer"
     composed = compose_config([f"{buffer}.len=512", f"{buffer}.penalty_factor=0.5"])

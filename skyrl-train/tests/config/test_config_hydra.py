@@ -63,7 +63,7 @@ def files_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_overrides_reach_the_settings_that_refer_to_them_and_nothing_is_written(start, tmp_path):
+def test_overrides_reach_interpolated_settings_without_writing_files(start, tmp_path):
     before = files_in(tmp_path)
     printed = start(
         "trainer.seed=5",
@@ -77,11 +77,11 @@ def test_overrides_reach_the_settings_that_refer_to_them_and_nothing_is_written(
 
 
 @pytest.mark.slow
-def test_a_users_yaml_builds_on_the_defaults(start):
+def test_user_yaml_extends_defaults(start):
     assert "seeds 9 9 model /models/tiny" in start("--config-dir", "settings", "--config-name", "mine")
 
 
-def test_a_misspelt_override_is_refused_with_the_nearest_name(start):
+def test_misspelt_override_suggests_nearest_name(start):
     printed = start("trainer.algorithm.eps_clp_high=0.28")
     assert (
         "refused: unknown setting trainer.algorithm.eps_clp_high; did you mean trainer.algorithm.eps_clip_high?"
@@ -90,7 +90,7 @@ def test_a_misspelt_override_is_refused_with_the_nearest_name(start):
 
 
 @pytest.mark.slow
-def test_cfg_job_prints_the_settings_and_starts_nothing(start):
+def test_cfg_job_prints_settings_without_starting_run(start):
     printed = start("trainer.seed=5", "--cfg", "job")
     assert "  seed: 5" in printed and "model_name: ${trainer.policy.model.path}" in printed
     assert "seeds" not in printed and "hydra" not in printed

@@ -15,7 +15,7 @@ from skyrl_train.config import (
     validate_environments,
     validate_generator_cfg,
 )
-from skyrl_train.config.document import field_meanings
+from skyrl_train.config.document import read_field_meanings
 from skyrl_train.config.validation import validate_batch_sizes
 from skyrl_train.errors import ConfigError
 from skyrl_train_testing.tiny_runs import register_environments
@@ -40,29 +40,29 @@ def places(section, path=()):
             yield from places(value, (*path, key))
 
 
-def test_the_defaults_are_valid():
+def test_default_settings_are_valid():
     config = validate_cfg(SkyRLConfig())
     assert config == validate_cfg(get_default_config())
 
 
-def test_auto_becomes_what_it_means_here():
+def test_auto_values_are_resolved():
     on_cpu = validate_cfg(with_settings(device="cpu"))
     on_gpus = validate_cfg(with_settings(device="cuda"))
     assert (on_cpu.generator.backend, on_cpu.generator.weight_sync_backend) == ("native", "gloo")
     # CUDA graphs where there is CUDA.
-    assert on_cpu.generator.resolved_enforce_eager("cpu") and not on_gpus.generator.resolved_enforce_eager("cuda")
+    assert on_cpu.generator.resolve_enforce_eager("cpu") and not on_gpus.generator.resolve_enforce_eager("cuda")
     best = "vllm" if find_spec("vllm") else "native"
     assert (on_gpus.generator.backend, on_gpus.generator.weight_sync_backend) == (best, "nccl")
     assert validate_cfg(SkyRLConfig()).trainer.placement.device in ("cpu", "cuda")
 
 
-def test_checking_changes_no_settings_of_the_caller():
+def test_validation_does_not_modify_input_settings():
     config = SkyRLConfig()
     assert validate_cfg(config) is not config
     assert config.trainer.placement.device == "auto"
 
 
-def test_settings_made_in_python_are_type_checked_too():
+def test_settings_created_in_python_are_type_checked():
     config = SkyRLConfig()
     config.trainer.seed = "1"  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"trainer.seed must be an int"):
@@ -216,7 +216,7 @@ def remote(urls: list[str], **settings) -> dict:
         (remote(["a:1"], weight_sync_strategy="shared_memory"), "needs engines that this run starts"),
     ],
 )
-def test_a_contradiction_is_refused(settings, message):
+def test_contradictory_settings_are_rejected(settings, message):
     settings = {"device": "cpu"} | settings
     with pytest.raises(ConfigError, match=message):
         validate_cfg(with_settings(**settings))
@@ -248,25 +248,25 @@ def test_odd_but_valid_values_are_accepted(settings):
     validate_cfg(with_settings(**({"device": "cpu"} | settings)))
 
 
-def test_generation_alone_needs_no_training_settings():
+def test_generation_only_requires_no_training_settings():
     values = with_settings(train_data=[], sampling_params__temperature=0, model_name="other")
     assert validate_generator_cfg(values).generator.model_name == "other"
 
 
-def test_batch_sizes_can_be_checked_alone():
+def test_batch_sizes_are_validated_separately():
     config = SkyRLConfig()
     config.trainer.policy_mini_batch_size = -1
     with pytest.raises(ConfigError, match="policy_mini_batch_size must be greater than 0; got -1"):
         validate_batch_sizes(config)
 
 
-def test_stop_texts_without_an_end_token_are_warned_of():
+def test_stop_strings_without_eos_cause_warning():
     values = with_settings(sampling_params__stop=["</answer>"], append_eos_token_after_stop_str_in_multi_turn=False)
     with pytest.warns(UserWarning, match="will lack the end-of-sequence token"):
         validate_cfg(values)
 
 
-def test_wandb_needs_its_key_or_to_stay_offline(monkeypatch):
+def test_wandb_requires_key_or_offline_mode(monkeypatch):
     values = with_settings(logger=["console", "wandb"])
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -279,7 +279,7 @@ def test_wandb_needs_its_key_or_to_stay_offline(monkeypatch):
     validate_cfg(values)
 
 
-def test_a_section_of_an_environment_that_does_not_exist_is_found():
+def test_section_of_unknown_environment_is_rejected():
     config = SkyRLConfig.from_dict({"environment": {"skyrl_gym": {"gsm8k_multi_trun": {"x": 1}}}})
     with pytest.raises(ConfigError, match="did you mean gsm8k_multi_turn"):
         validate_environments(config)
@@ -288,11 +288,11 @@ def test_a_section_of_an_environment_that_does_not_exist_is_found():
     validate_environments(SkyRLConfig())
 
 
-def test_environment_given_by_module_and_class_has_a_section_named_like_the_class():
+def test_environment_entry_point_uses_section_named_after_class():
     env_class = "skyrl_gym.envs.search.env:SearchEnv"
     config = SkyRLConfig.from_dict({"environment": {"env_class": env_class, "skyrl_gym": {"SearchEnv": {"topk": 7}}}})
     validate_environments(config)
-    assert config.environment.skyrl_gym.env_config(env_class) == {"topk": 7}
+    assert config.environment.skyrl_gym.get_env_config(env_class) == {"topk": 7}
     misspelt = {"environment": {"env_class": env_class, "skyrl_gym": {"SearchEnv": {"topkk": 7}}}}
     with pytest.raises(ConfigError, match=r"environment.skyrl_gym.SearchEnv.topkk; did you mean .*topk"):
         validate_environments(SkyRLConfig.from_dict(misspelt))
@@ -300,7 +300,7 @@ def test_environment_given_by_module_and_class_has_a_section_named_like_the_clas
         validate_environments(SkyRLConfig.from_dict({"environment": {"env_class": "my_chess:Chess"}}))
 
 
-def test_a_wrong_setting_of_an_environment_is_found_before_the_first_rollout():
+def test_invalid_environment_setting_is_rejected_at_startup():
     @dataclass
     class ChessConfig:
         opponent_url: str = "http://127.0.0.1:9"
@@ -318,10 +318,10 @@ def test_a_wrong_setting_of_an_environment_is_found_before_the_first_rollout():
 
 
 @pytest.mark.parametrize("env_id", sorted(skyrl_gym.registry))
-def test_the_defaults_of_every_environment_are_settings(env_id):
+def test_environment_defaults_are_all_settings(env_id):
     """Only then can the reference page show them and the command line change them."""
     config_class = getattr(env_class_of(skyrl_gym.spec(env_id)), "config_class", None)
     if config_class is not None:
         section = asdict(config_class())
         validate_environments(SkyRLConfig.from_dict({"environment": {"skyrl_gym": {env_id: section}}}))
-        assert set(field_meanings(config_class)) == set(section)
+        assert set(read_field_meanings(config_class)) == set(section)

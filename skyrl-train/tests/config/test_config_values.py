@@ -25,7 +25,7 @@ from skyrl_train.config import (
 from skyrl_train.config.asynchronous import FullyAsyncConfig
 from skyrl_train.config.other_releases import OTHER_RELEASES, Refusal
 from skyrl_train.config.rules.deepspeed import check_deepspeed
-from skyrl_train.config.typed import nearest_name, setting_names
+from skyrl_train.config.typed import find_nearest_name, list_setting_names
 from skyrl_train.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def setting(name: str, value: object) -> dict[str, Any]:
     return {first: setting(rest, value) if rest else value}
 
 
-def test_a_default_that_refers_to_another_setting_follows_it():
+def test_interpolated_default_follows_other_setting():
     config = SkyRLConfig(
         trainer=TrainerConfig(
             seed=7,
@@ -54,7 +54,7 @@ def test_a_default_that_refers_to_another_setting_follows_it():
     assert config.trainer.algorithm.max_seq_len == 120
 
 
-def test_python_dicts_and_omegaconf_give_the_same_settings():
+def test_python_dict_and_omegaconf_give_same_settings():
     values = {"trainer": {"seed": 3, "policy": {"model": {"path": "x"}}}, "environment": {"skyrl_gym": {"a": {"b": 1}}}}
     from_python = SkyRLConfig.from_dict(values)
     changed_defaults = get_default_config()
@@ -62,11 +62,11 @@ def test_python_dicts_and_omegaconf_give_the_same_settings():
     from_omegaconf = SkyRLConfig.from_dict_config(changed_defaults)
     assert from_python == from_omegaconf
     assert from_python.generator.seed == 3
-    assert from_python.environment.skyrl_gym.env_config("a") == {"b": 1}
-    assert from_python.environment.skyrl_gym.env_config("c") == {}
+    assert from_python.environment.skyrl_gym.get_env_config("a") == {"b": 1}
+    assert from_python.environment.skyrl_gym.get_env_config("c") == {}
 
 
-def test_settings_survive_a_round_trip_through_dict_and_yaml():
+def test_settings_round_trip_through_dict_and_yaml():
     config = SkyRLConfig.from_dict(
         {
             "trainer": {"logger": ["console", "wandb"], "resume_mode": None},
@@ -80,7 +80,7 @@ def test_settings_survive_a_round_trip_through_dict_and_yaml():
     assert get_config_as_dict(config)["environment"]["skyrl_gym"]["a"] == {"b": 1}
 
 
-def test_reading_leaves_the_given_values_alone():
+def test_parsing_does_not_modify_input():
     values = {"generator": {"engine_init_kwargs": {"a": 1}}}
     SkyRLConfig.from_dict(values).generator.engine_init_kwargs["a"] = 2
     assert values == {"generator": {"engine_init_kwargs": {"a": 1}}}
@@ -98,7 +98,7 @@ def test_reading_leaves_the_given_values_alone():
         ("generator.chat_template_kwargs", {"enable_thinking": False}, {"enable_thinking": False}),
     ],
 )
-def test_a_fitting_value_is_taken(name, value, expected):
+def test_valid_value_is_accepted(name, value, expected):
     read = SkyRLConfig.from_dict(setting(name, value))
     for part in name.split("."):
         read = getattr(read, part)
@@ -134,7 +134,7 @@ def test_a_fitting_value_is_taken(name, value, expected):
         ),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused(name, value, message):
+def test_invalid_value_is_rejected(name, value, message):
     with pytest.raises(ConfigError) as refusal:
         SkyRLConfig.from_dict(setting(name, value))
     assert str(refusal.value) == message
@@ -151,26 +151,26 @@ def test_a_value_that_does_not_fit_is_refused(name, value, message):
         ("environment.skyrl_gym.max_env_worker", "environment.skyrl_gym.max_env_workers"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest_one(name, nearest):
+def test_unknown_name_error_suggests_nearest_name(name, nearest):
     with pytest.raises(ConfigError) as refusal:
         SkyRLConfig.from_dict(setting(name, 1))
     assert str(refusal.value) == f"unknown setting {name}; did you mean {nearest}?"
 
 
-def test_nothing_is_suggested_for_a_name_like_no_other():
+def test_dissimilar_unknown_name_gets_no_suggestion():
     with pytest.raises(ConfigError, match=r"^unknown setting zzz$"):
         SkyRLConfig.from_dict({"zzz": 1})
-    assert nearest_name("zzz", []) is None
+    assert find_nearest_name("zzz", []) is None
 
 
-NAMES = set(setting_names(SkyRLConfig))
+NAMES = set(list_setting_names(SkyRLConfig))
 
 
 REFUSALS = {name: entry for name, entry in OTHER_RELEASES.items() if isinstance(entry, Refusal)}
 
 
 @pytest.mark.parametrize("name", sorted(REFUSALS))
-def test_setting_of_another_release_is_refused_unless_it_asks_for_what_is_done_anyway(name):
+def test_foreign_setting_is_rejected_unless_value_matches_behaviour(name):
     refusal = REFUSALS[name]
     assert name not in NAMES
     for value in refusal.accepted or ():
@@ -199,7 +199,7 @@ def test_setting_of_another_release_is_refused_unless_it_asks_for_what_is_done_a
         ("deepspeed_config.eval.zero_optimization.contiguous_gradients", False, "=false is refused"),
     ],
 )
-def test_setting_of_another_release_is_refused_for_every_model(name, value, error):
+def test_foreign_setting_is_rejected_for_all_models(name, value, error):
     with pytest.raises(ConfigError, match=f"^{re.escape(name)}.*{error}"):
         SkyRLConfig.from_dict(setting(name, value))
 
@@ -214,7 +214,7 @@ def test_setting_of_another_release_is_refused_for_every_model(name, value, erro
         ("trainer.ref.deepspeed_config.data_types", {"grad_accum_dtype": "fp32"}),
     ],
 )
-def test_section_of_another_release_is_accepted_where_it_changes_nothing(name, value):
+def test_foreign_section_is_accepted_without_effect(name, value):
     assert SkyRLConfig.from_dict(setting(name, value)) == SkyRLConfig()
 
 
@@ -309,7 +309,7 @@ SKYRLS_FULLY_ASYNC: dict[str, Any] = {
 }
 
 
-def test_every_setting_of_skyrls_megatron_is_accepted_with_its_default():
+def test_skyrl_megatron_settings_are_accepted_with_defaults():
     own = {"megatron_config": SKYRLS_MEGATRON | SKYRLS_MEGATRON_OPTIMIZER}
     models = {"policy": own, "critic": own, "ref": {"megatron_config": SKYRLS_MEGATRON}}
     assert SkyRLConfig.from_dict({"trainer": models}) == SkyRLConfig()
@@ -318,7 +318,7 @@ def test_every_setting_of_skyrls_megatron_is_accepted_with_its_default():
     assert config == SkyRLConfig()
 
 
-def test_every_setting_of_skyrls_deepspeed_is_accepted_with_its_default():
+def test_skyrl_deepspeed_settings_are_accepted_with_defaults():
     """Both in the shared groups and in those of each model."""
     shared = SkyRLConfig.from_dict({"deepspeed_config": SKYRLS_DEEPSPEED})
     check_deepspeed(shared)
@@ -332,14 +332,14 @@ def test_every_setting_of_skyrls_deepspeed_is_accepted_with_its_default():
     assert own == shared == SkyRLConfig()
 
 
-def test_every_setting_of_skyrls_asynchronous_training_is_accepted_with_its_default():
+def test_skyrl_async_settings_are_accepted_with_defaults():
     values = {"trainer": {"fully_async": SKYRLS_FULLY_ASYNC}, "generator": {"use_cache_salt": True}}
     settings = SkyRLConfig.from_dict(values).trainer.fully_async
     assert settings == FullyAsyncConfig(enabled=True)
-    assert FullyAsyncConfig(enabled=True).max_running(256) == 768
+    assert FullyAsyncConfig(enabled=True).get_max_running(256) == 768
 
 
-def test_skyrls_switch_of_routing_replay_is_that_of_rollout_routes():
+def test_skyrl_routing_replay_flag_maps_to_rollout_routes():
     name = "trainer.policy.megatron_config.moe_enable_routing_replay"
     assert SkyRLConfig.from_dict(setting(name, True)).trainer.policy.routing_replay == "R3"
     policy = {"megatron_config": {"moe_enable_routing_replay": True}, "routing_replay": "R2"}
@@ -355,12 +355,12 @@ def test_skyrls_switch_of_routing_replay_is_that_of_rollout_routes():
         ("trainer.ref.megatron_config.moe_token_dispatcher_type", "allgather", "use alltoall"),
     ],
 )
-def test_a_choice_of_other_releases_is_refused_with_the_reason(name, choice, hint):
+def test_foreign_choice_error_gives_reason(name, choice, hint):
     with pytest.raises(ConfigError, match=f"^{name}={choice} .*{hint}"):
         SkyRLConfig.from_dict(setting(name, choice))
 
 
-def test_a_missing_or_unresolvable_omegaconf_value_is_an_error_of_ours():
+def test_missing_or_unresolvable_omegaconf_value_raises_config_error():
     with pytest.raises(ConfigError, match="cannot be resolved"):
         SkyRLConfig.from_dict(OmegaConf.create({"trainer": {"run_name": "???"}}))
     with pytest.raises(ConfigError, match="cannot be resolved"):
@@ -382,7 +382,7 @@ class PenaltyConfig(SkyRLConfig):
     trainer: PenaltyTrainerConfig = field(default_factory=PenaltyTrainerConfig)
 
 
-def test_users_add_settings_by_subclassing():
+def test_subclass_adds_settings():
     values = get_default_config(PenaltyConfig)
     assert values.trainer.algorithm.length_penalty == 0.5
     values.trainer.algorithm.length_penalty = 2
@@ -391,7 +391,7 @@ def test_users_add_settings_by_subclassing():
         PenaltyConfig.from_dict({"trainer": {"algorithm": {"length_penalti": 1}}})
 
 
-def test_importing_the_settings_needs_nothing_heavy():
+def test_importing_config_loads_no_heavy_modules():
     program = (
         "import sys, time; start = time.perf_counter(); import skyrl_train.config; "
         "print(time.perf_counter() - start, [m for m in ('torch', 'ray', 'hydra', 'transformers') if m in sys.modules])"
@@ -403,6 +403,6 @@ def test_importing_the_settings_needs_nothing_heavy():
 
 
 @pytest.mark.parametrize("override", ["trainer.seed", "trainer.seed=[1", "+trainer.seed=1"])
-def test_override_that_cannot_be_read_is_an_error_with_its_text(override: str):
+def test_unparsable_override_error_quotes_text(override: str):
     with pytest.raises(ConfigError, match=r"the settings trainer\.epochs=2 .*trainer\.seed.* cannot be composed"):
         compose_config(["trainer.epochs=2", override])

@@ -8,7 +8,7 @@ import pytest
 from skyrl_train.config import SkyRLConfig, validate_cfg
 from skyrl_train.config.rules.deepspeed import check_deepspeed
 from skyrl_train.errors import ConfigError
-from skyrl_train.training_backends.deepspeed.engine_settings import settings_of_model
+from skyrl_train.training_backends.deepspeed.engine_settings import build_model_settings
 
 
 def config(shared: Any = None, bf16: bool = True, **models: Any) -> SkyRLConfig:
@@ -20,7 +20,7 @@ def own(**zero: Any) -> dict[str, Any]:
     return {"deepspeed_config": {"zero_optimization": zero}}
 
 
-def test_own_key_wins_over_the_shared_group():
+def test_model_key_overrides_shared_group():
     cfg = config({"train": {"zero_optimization": {"stage": 2, "sub_group_size": 1e4}}}, critic=own(stage=1))
     policy, critic = cfg.trainer.policy.deepspeed_config, cfg.trainer.critic.deepspeed_config
     assert (policy.zero_optimization.stage, critic.zero_optimization.stage) == (2, 1)
@@ -29,8 +29,8 @@ def test_own_key_wins_over_the_shared_group():
     assert cfg.trainer.ref.deepspeed_config.zero_optimization.offload_param.device == "cpu"
 
 
-def test_json_has_whole_numbers_and_leaves_auto_to_deepspeed():
-    zero = settings_of_model(config({"train": {"zero_optimization": {"sub_group_size": 1e4}}}), "policy")
+def test_json_uses_integers_and_keeps_auto():
+    zero = build_model_settings(config({"train": {"zero_optimization": {"sub_group_size": 1e4}}}), "policy")
     assert zero["zero_optimization"]["sub_group_size"] == 10_000
     assert isinstance(zero["zero_optimization"]["sub_group_size"], int)
     assert "reduce_bucket_size" not in zero["zero_optimization"]
@@ -42,7 +42,7 @@ def test_json_has_whole_numbers_and_leaves_auto_to_deepspeed():
     [(False, True, set()), (True, True, {"torch_autocast"}), (True, False, {"bf16", "data_types"})],
 )
 def test_precision(bf16: bool, autocast: bool, sections: set[str]):
-    made = settings_of_model(config({"train": {"torch_autocast": {"enabled": autocast}}}, bf16=bf16), "policy")
+    made = build_model_settings(config({"train": {"torch_autocast": {"enabled": autocast}}}, bf16=bf16), "policy")
     assert set(made) & {"torch_autocast", "bf16", "data_types"} == sections
 
 
@@ -66,7 +66,7 @@ def test_precision(bf16: bool, autocast: bool, sections: set[str]):
         ),
     ],
 )
-def test_contradiction_is_refused(settings: dict[str, Any], message: str):
+def test_contradiction_is_rejected(settings: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         check_deepspeed(config(**settings))
 
@@ -86,7 +86,7 @@ def test_contradiction_is_refused(settings: dict[str, Any], message: str):
         ({"deepspeed_config": {"train": {"zero_optimization": {"stag": 1}}}}, "did you mean .*stage"),
     ],
 )
-def test_setting_that_is_not_built_is_refused_by_name(settings: dict[str, Any], message: str):
+def test_unsupported_setting_is_rejected_by_name(settings: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         SkyRLConfig.from_dict(settings)
 
@@ -103,7 +103,7 @@ def test_setting_that_is_not_built_is_refused_by_name(settings: dict[str, Any], 
         ),
     ],
 )
-def test_setting_of_another_strategy_is_refused(trainer: dict[str, Any], shared: Any, message: str):
+def test_setting_of_other_strategy_is_rejected(trainer: dict[str, Any], shared: Any, message: str):
     trainer = {"placement": {"device": "cpu"}, "algorithm": {"use_kl_loss": False}, **trainer}
     with pytest.raises(ConfigError, match=message):
         validate_cfg(SkyRLConfig.from_dict({"trainer": trainer, "deepspeed_config": shared}))

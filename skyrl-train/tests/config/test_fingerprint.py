@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.fingerprint import DEFINING, NOT_SAMPLED, OPERATIONAL, flat_settings
+from skyrl_train.config.fingerprint import DEFINING, NOT_SAMPLED, OPERATIONAL, flatten_settings
 from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig
-from skyrl_train.config.typed import is_among, setting_names
+from skyrl_train.config.typed import is_among, list_setting_names
 from skyrl_train.config.validation import validate_cfg, validate_supervised_cfg
 from skyrl_train.provenance import Provenance
 
@@ -30,11 +30,11 @@ def run_dir(**changes: Any) -> str:
     return validate_cfg(nested({name.replace("__", "."): value for name, value in changes.items()})).trainer.run_dir
 
 
-def test_every_listed_setting_exists_in_one_list_only():
-    known = set(setting_names(SkyRLConfig)) | {"environment.skyrl_gym.env_configs"}
+def test_listed_settings_exist_and_appear_once():
+    known = set(list_setting_names(SkyRLConfig)) | {"environment.skyrl_gym.env_configs"}
     for name in (*DEFINING, *OPERATIONAL, *NOT_SAMPLED):
         assert name.rstrip(".") in known, name
-    for name in flat_settings(SkyRLConfig()):
+    for name in flatten_settings(SkyRLConfig()):
         assert not (is_among(name, DEFINING) and is_among(name, OPERATIONAL)), name
 
 
@@ -72,11 +72,11 @@ def test_default_folders_of_other_experiments_differ(name: str, value: Any):
         ("generator__gpu_memory_utilization", 0.5),
     ],
 )
-def test_default_folder_is_found_again_with_other_operational_settings(name: str, value: Any):
+def test_default_folder_ignores_operational_settings(name: str, value: Any):
     assert run_dir(**{name: value}) == run_dir()
 
 
-def test_same_file_name_in_another_folder_is_another_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_data_folder_distinguishes_experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folders = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -87,7 +87,7 @@ def test_same_file_name_in_another_folder_is_another_experiment(tmp_path: Path, 
     assert folders[1] == run_dir(data__train_data=[str(tmp_path / "b" / "data.jsonl")])
 
 
-def test_placeholder_works_in_names_of_ones_own():
+def test_placeholder_is_replaced_in_custom_names():
     config = validate_cfg(nested({"trainer.run_name": "sweep-{fingerprint}", "trainer.export_path": "x/{fingerprint}"}))
     fingerprint = run_dir().rpartition("run-")[2]  # names do not count
     assert config.trainer.run_name == f"sweep-{fingerprint}"
@@ -96,7 +96,7 @@ def test_placeholder_works_in_names_of_ones_own():
     assert run_dir(trainer__run_name="mine") == "~/skyrl-runs/skyrl/mine"
 
 
-def test_validating_twice_keeps_the_name():
+def test_fingerprint_is_stable_under_repeated_validation():
     once = validate_cfg({})
     assert validate_cfg(once).trainer.run_dir == once.trainer.run_dir
 
@@ -130,7 +130,7 @@ def test_default_folders_of_supervised_runs_differ_by_data_and_kind():
         ("data__train_data", ["moved.parquet"], False),
     ],
 )
-def test_journal_belongs_to_settings_that_change_samples(name: str, value: Any, is_sampled: bool):
+def test_journal_key_depends_on_sample_settings(name: str, value: Any, is_sampled: bool):
     before = Provenance.of(SkyRLConfig(), None).sampled()
     after = Provenance.of(SkyRLConfig.from_dict(nested({name.replace("__", "."): value})), None).sampled()
     assert (before != after) == is_sampled

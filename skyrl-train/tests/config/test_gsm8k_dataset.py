@@ -38,7 +38,7 @@ def json_lines(rows) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def test_files_of_every_form_become_training_rows(tmp_path):
+def test_all_row_formats_become_training_rows(tmp_path):
     with gzip.open(tmp_path / "train.jsonl.gz", "wt") as file:
         file.write(json_lines(TRAIN))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TEST), tmp_path / "test.parquet")
@@ -58,7 +58,7 @@ def test_files_of_every_form_become_training_rows(tmp_path):
     assert validation[0]["extra_info"]["split"] == "test"
 
 
-def test_files_may_be_named_one_by_one(tmp_path, capsys):
+def test_files_can_be_passed_individually(tmp_path, capsys):
     (tmp_path / "my_train.jsonl").write_text(json_lines(TRAIN))
     (tmp_path / "validation.jsonl").write_text(json_lines(TEST))
     build("--output_dir", tmp_path, "--input", tmp_path / "my_train.jsonl", tmp_path / "validation.jsonl")
@@ -76,14 +76,14 @@ def test_files_may_be_named_one_by_one(tmp_path, capsys):
         ("train.csv", "question,answer", "no train.* or test.*"),
     ],
 )
-def test_unusable_input_is_refused(tmp_path, name, content, message):
+def test_unusable_input_is_rejected(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=re.escape(message)):
         build("--output_dir", tmp_path / "out", "--input", tmp_path / name)
 
 
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="no gsm8k folder below SKYRL_TEST_DATA")
-def test_the_published_set_is_read_whole(tmp_path):
+def test_published_dataset_is_read_completely(tmp_path):
     build("--output_dir", tmp_path, "--input", REAL_DATA)
     with gzip.open(REAL_DATA / "train.jsonl.gz", "rt", encoding="utf-8") as lines:
         published = [json.loads(line)["final"] for line in lines]

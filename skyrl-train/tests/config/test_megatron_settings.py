@@ -53,12 +53,12 @@ def policy(workers: int = 1, **megatron: Any) -> SkyRLConfig:
         ),
     ],
 )
-def test_settings_that_cannot_work_are_refused(config: SkyRLConfig, error: str):
+def test_invalid_settings_are_rejected(config: SkyRLConfig, error: str):
     with pytest.raises(ConfigError, match=error):
         validate_cfg(config)
 
 
-def test_padded_rows_are_refused():
+def test_padded_rows_are_rejected():
     config = policy()
     config.trainer.use_sample_packing = False
     with pytest.raises(ConfigError, match="packed rows only"):
@@ -91,9 +91,7 @@ MIXTURE = SimpleNamespace(**{**QWEN3, "model_type": "qwen3_moe"}, intermediate_s
         ),
     ],
 )
-def test_model_that_a_layout_does_not_divide_is_refused_with_the_nearest_sizes(
-    model: Any, megatron: dict[str, int], error: str
-):
+def test_indivisible_model_error_suggests_nearest_sizes(model: Any, megatron: dict[str, int], error: str):
     with pytest.raises(ConfigError, match=error):
         check_model_config(model, policy(64, **megatron).trainer.policy, "trainer.policy")
 
@@ -109,7 +107,7 @@ def test_model_that_a_layout_does_not_divide_is_refused_with_the_nearest_sizes(
         ),
     ],
 )
-def test_routing_replay_needs_routers_whose_routes_a_backward_knows(model: Any, recompute: Any, error: str):
+def test_routing_replay_requires_supported_router(model: Any, recompute: Any, error: str):
     settings = policy(transformer_config_kwargs=recompute).trainer.policy
     check_model_config(model, settings, "trainer.policy")
     settings.routing_replay = "R2"
@@ -117,20 +115,20 @@ def test_routing_replay_needs_routers_whose_routes_a_backward_knows(model: Any, 
         check_model_config(model, settings, "trainer.policy")
 
 
-def test_stages_may_be_uneven_where_the_first_or_last_is_set():
+def test_uneven_stages_require_first_or_last_stage_setting():
     settings = {"pipeline_model_parallel_size": 8, "transformer_config_kwargs": {}}
     settings["transformer_config_kwargs"] = {"num_layers_in_last_pipeline_stage": 7}
     check_model_config(MODEL, policy(8, **settings).trainer.policy, "trainer.policy")
 
 
-def test_ranks_of_a_replica_are_consecutive_and_megatron_numbers_stages_outermost():
+def test_replica_ranks_are_consecutive_and_megatron_stages_outermost():
     layout = ParallelSizes(tensor=2, pipeline=2)
     # Workers 0 1 | 2 3 are the two stages of the first replica, 4 5 | 6 7 of the second.
-    assert [layout.group_rank(rank, 8) for rank in range(8)] == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert [layout.get_group_rank(rank, 8) for rank in range(8)] == [0, 1, 4, 5, 2, 3, 6, 7]
     assert layout.ranks_per_replica == 4
 
 
-def test_users_entries_are_merged_over_the_defaults_key_by_key():
+def test_user_entries_are_merged_over_defaults_per_key():
     config = policy(transformer_config_kwargs={"recompute_num_layers": 4})
     merged = config.trainer.policy.megatron_config.transformer_config_kwargs
     assert merged["recompute_num_layers"] == 4 and merged["recompute_granularity"] == "full"

@@ -33,7 +33,7 @@ def config(path: str, sampling: dict[str, Any] | None = None, **generator: Any) 
         ("nobody/no-such-model", "is no folder here, and cannot be loaded from the Hugging Face hub: .*HF_HUB_OFFLINE"),
     ],
 )
-def test_a_path_without_a_model_is_told_in_one_line(path: str, words: str, tmp_path: Path, monkeypatch):
+def test_path_without_model_gives_single_line_error(path: str, words: str, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in ("empty", "broken"):
         (tmp_path / name).mkdir()
@@ -45,7 +45,7 @@ def test_a_path_without_a_model_is_told_in_one_line(path: str, words: str, tmp_p
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_model_without_a_tokenizer_is_told_in_one_line(chat_model: str, tmp_path: Path):
+def test_model_without_tokenizer_gives_single_line_error(chat_model: str, tmp_path: Path):
     shutil.copy(Path(chat_model) / "config.json", tmp_path)
     with pytest.raises(ConfigError, match="the folder has no tokenizer"):
         load_tokenizer(str(tmp_path))
@@ -57,7 +57,7 @@ def test_a_model_without_a_tokenizer_is_told_in_one_line(chat_model: str, tmp_pa
 
 
 @pytest.mark.parametrize("make", [Qwen2Config, Qwen3Config])
-def test_tokenizer_that_another_class_replaces_is_refused(tmp_path: Path, make: Any):
+def test_tokenizer_loaded_with_wrong_class_is_rejected(tmp_path: Path, make: Any):
     build_character_tokenizer().save_pretrained(tmp_path)
     make(vocab_size=99).save_pretrained(tmp_path)
     if make is Qwen3Config:
@@ -68,7 +68,7 @@ def test_tokenizer_that_another_class_replaces_is_refused(tmp_path: Path, make: 
         load_tokenizer(str(tmp_path))
 
 
-def test_answers_longer_than_the_context_are_refused(chat_model: str):
+def test_responses_longer_than_context_are_rejected(chat_model: str):
     check_models(config(chat_model, {"max_generate_length": 255}))  # 256 positions
     rule = (
         r"sampling_params.max_generate_length=300 must be below the model's context of 256 tokens .* at most 192 always"
@@ -84,7 +84,7 @@ def test_answers_longer_than_the_context_are_refused(chat_model: str):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_cuda_without_a_gpu_is_refused_before_ray_starts(monkeypatch):
+def test_cuda_without_gpu_is_rejected_before_ray_starts(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
     cfg = SkyRLConfig.from_dict({"trainer": {"placement": {"device": "cuda"}}})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config import SkyRLConfig, compose_config, validate_cfg
-from skyrl_train.config.fingerprint import flat_settings
+from skyrl_train.config.fingerprint import flatten_settings
 from skyrl_train.config.other_releases import OTHER_RELEASES, Moved
 from skyrl_train.config.supervised import SupervisedConfig
 from skyrl_train.errors import ConfigError
@@ -16,7 +16,7 @@ from skyrl_train.errors import ConfigError
 DEFAULTS: dict[str, Any] = json.loads((Path(__file__).parent / "skyrl_0_3_defaults.json").read_text())
 """Defaults of that release. Paths begin with `~`."""
 
-UNCHANGED = flat_settings(SkyRLConfig())
+UNCHANGED = flatten_settings(SkyRLConfig())
 
 UNTYPED = ("environment.skyrl_gym.",)
 """Sections of environments: checked by the environment."""
@@ -64,7 +64,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def changes(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that these values change."""
-    config = flat_settings(SkyRLConfig.from_dict(nested(values)))
+    config = flatten_settings(SkyRLConfig.from_dict(nested(values)))
     return {name: value for name, value in config.items() if value != UNCHANGED.get(name)}
 
 
@@ -116,7 +116,7 @@ def value_for(name: str, entry: Moved) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", sorted(MOVED))
-def test_moved_setting_sets_the_present_one(name: str):
+def test_moved_setting_sets_current_setting(name: str):
     entry = MOVED[name]
     value, here = value_for(name, entry)
     assert changes({name: value}) == changes({entry.setting: here}) != {}
@@ -125,7 +125,7 @@ def test_moved_setting_sets_the_present_one(name: str):
         assert changes({name: value}) == {}
 
 
-def test_both_names_with_different_values_are_refused():
+def test_conflicting_old_and_new_names_are_rejected():
     with pytest.raises(ConfigError, match=r"inference_engine\.num_engines=4 means generator\.num_inference_engines=4"):
         changes({"generator.inference_engine.num_engines": 4, "generator.num_inference_engines": 2})
     kwargs = "engine_init_kwargs.max_model_len"
@@ -137,14 +137,14 @@ def test_both_names_with_different_values_are_refused():
         )
 
 
-def test_unknown_name_in_moved_section_gets_nearest():
+def test_unknown_name_in_moved_section_suggests_nearest():
     with pytest.raises(
         ConfigError, match=r"inference_engine\.num_engnes; did you mean .*inference_engine\.num_engines"
     ):
         changes({"generator.inference_engine.num_engnes": 4, "generator.inference_engine.backend": "vllm"})
 
 
-def test_entries_of_a_dict_setting_may_come_under_both_names():
+def test_dict_entries_are_accepted_under_old_and_new_name():
     values = {
         "generator.inference_engine.engine_init_kwargs.max_model_len": 512,
         "generator.engine_init_kwargs.seed": 1,
@@ -154,7 +154,7 @@ def test_entries_of_a_dict_setting_may_come_under_both_names():
     assert kwargs == {"max_model_len": 512, "seed": 1, "speculative_config": {"method": "ngram"}}
 
 
-def test_temperature_of_the_loss_is_that_of_sampling():
+def test_loss_temperature_equals_sampling_temperature():
     loss, sampling = "trainer.algorithm.temperature", "generator.sampling_params.temperature"
     assert changes({loss: 1.0}) == {}
     assert changes({loss: 0.7, sampling: 0.7}) == {sampling: 0.7}
@@ -162,7 +162,7 @@ def test_temperature_of_the_loss_is_that_of_sampling():
         changes({loss: 0.7})
 
 
-def test_moved_setting_is_known_in_supervised_training():
+def test_moved_setting_is_accepted_in_supervised_training():
     values = {"trainer": {"remove_microbatch_padding": False, "log_example_interval": -1}}
     assert not SupervisedConfig.from_dict(values).trainer.use_sample_packing
 

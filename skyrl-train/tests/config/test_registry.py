@@ -22,9 +22,7 @@ class Needs:
     salt: bool = False
 
 
-def test_provider_is_imported_at_the_first_look_up_and_again_after_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_provider_is_imported_lazily_and_retried_after_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(tmp_path)
     registry: Registry[str, Needs] = Registry("dish", Needs, ("dishes_of_a_test",))
     monkeypatch.setattr(sys, "dishes_of_a_test", registry, raising=False)
@@ -37,16 +35,16 @@ def test_provider_is_imported_at_the_first_look_up_and_again_after_a_failure(
     ]
     (tmp_path / "dishes_of_a_test.py").write_text("\n".join(lines))
     assert "dishes_of_a_test" not in sys.modules
-    assert list(registry.registrations()) == ["soup", "bread"]
-    assert registry.requirements("soup") == Needs()
+    assert list(registry.list_registrations()) == ["soup", "bread"]
+    assert registry.get_requirements("soup") == Needs()
     sys.modules.pop("dishes_of_a_test")
 
 
-def test_registration_holds_requirements_and_a_taken_or_unknown_name_is_refused():
+def test_registry_stores_requirements_and_rejects_bad_names():
     registry: Registry[str, Needs] = Registry("dish", Needs)
     registry.register("soup", "water", requires=Needs(salt=True))
-    assert (registry.get("soup"), registry.requirements("soup").salt) == ("water", True)
-    assert registry.requirements("never registered") == Needs()
+    assert (registry.get("soup"), registry.get_requirements("soup").salt) == ("water", True)
+    assert registry.get_requirements("never registered") == Needs()
     with pytest.raises(ValueError, match="dish 'soup' is already registered"):
         registry.register("soup", "tea")
     with pytest.raises(ValueError, match=r"Unknown dish 'soap': not registered; did you mean soup\?"):
@@ -74,13 +72,13 @@ def own_loss(request: pytest.FixtureRequest) -> Iterator[str]:
     ],
     indirect=["own_loss"],
 )
-def test_settings_that_cannot_have_their_name_are_refused(own_loss: str, message: str):
+def test_settings_with_invalid_name_are_rejected(own_loss: str, message: str):
     with pytest.raises(ConfigError, match=message):
         SkyRLConfig()
 
 
 @pytest.mark.parametrize("own_loss", ["mine"], indirect=True)
-def test_section_is_made_when_it_is_asked_for(own_loss: str):
+def test_section_is_created_on_access(own_loss: str):
     algorithm = AlgorithmConfig()
     assert "mine" not in algorithm.sections
     algorithm.section(Own).weight = 2.0
@@ -101,9 +99,9 @@ def compared_texts(path: Path) -> Iterator[str]:
                         yield part.value
 
 
-def test_nothing_is_compared_with_the_name_of_a_loss_an_estimator_an_engine_or_a_training_backend():
+def test_source_has_no_comparison_with_registered_names():
     registries = (PolicyLossRegistry, AdvantageEstimatorRegistry, EngineRegistry, TrainingBackendRegistry)
-    names = {name for registry in registries for name in registry.registrations()}
+    names = {name for registry in registries for name in registry.list_registrations()}
     assert {"dpo", "maxrl", "native", "megatron"} < names
     files = sorted(Path(str(skyrl_train.__file__)).parent.rglob("*.py"))
     found = [f"{path}: {text!r}" for path in files for text in compared_texts(path) if text in names]

@@ -11,11 +11,11 @@ def settings(trainer: dict, **data: object) -> dict:
     return {"data": {"train_data": ["rows.jsonl"], **data}, "trainer": {"placement": {"device": "cpu"}, **trainer}}
 
 
-def test_the_defaults_are_valid():
-    config = validate_supervised_cfg(settings({}), SupervisedConfig).as_training_config()
+def test_default_settings_are_valid():
+    config = validate_supervised_cfg(settings({}), SupervisedConfig).to_training_config()
     assert config.trainer.algorithm.policy_loss_type == "cross_entropy"
     assert not config.trainer.algorithm.uses_reference_model
-    pairs = validate_supervised_cfg(settings({}), PreferenceConfig).as_training_config()
+    pairs = validate_supervised_cfg(settings({}), PreferenceConfig).to_training_config()
     assert pairs.trainer.algorithm.uses_reference_model
     assert pairs.trainer.ref.model.path == pairs.trainer.policy.model.path
 
@@ -43,23 +43,23 @@ def test_the_defaults_are_valid():
         (SupervisedConfig, {"policy": {"sampling_mask_replay": True}}, "sampling_mask_replay=True is not read by"),
     ],
 )
-def test_a_setting_that_cannot_be_meant_is_refused(config_type, trainer, message):
+def test_meaningless_setting_is_rejected(config_type, trainer, message):
     with pytest.raises(ConfigError, match=message):
         validate_supervised_cfg(settings(trainer), config_type)
 
 
-def test_the_constant_divisor_is_the_longest_example():
+def test_constant_divisor_is_longest_example():
     config = validate_supervised_cfg(settings({}, max_length=77), SupervisedConfig)
-    assert config.as_training_config().trainer.algorithm.max_seq_len == 77
+    assert config.to_training_config().trainer.algorithm.max_seq_len == 77
     config = validate_supervised_cfg(settings({"algorithm": {"max_seq_len": 9}}, max_length=77), SupervisedConfig)
-    assert config.as_training_config().trainer.algorithm.max_seq_len == 9
+    assert config.to_training_config().trainer.algorithm.max_seq_len == 9
 
 
-def test_dropout_of_adapters_is_allowed_where_nothing_is_compared():
+def test_adapter_dropout_is_allowed_without_policy_comparison():
     trainer = {"policy": {"model": {"lora": {"rank": 4, "dropout": 0.1}}}}
     validate_supervised_cfg(settings(trainer), SupervisedConfig)
 
 
-def test_no_data_is_refused():
+def test_empty_data_is_rejected():
     with pytest.raises(ConfigError, match=r"data.train_data is empty"):
         validate_supervised_cfg(settings({}, train_data=[]), SupervisedConfig)

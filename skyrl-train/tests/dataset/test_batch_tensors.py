@@ -30,7 +30,7 @@ def test_two_trajectories_of_different_lengths():
     assert (sequences.dtype, attention_mask.dtype, loss_masks.dtype) == (torch.int64, torch.int64, torch.float32)
 
 
-def test_a_padding_id_that_is_also_a_token_is_attended_to_where_it_is_one():
+def test_pad_id_used_as_token_is_attended():
     sequences, attention_mask, *_ = convert_prompts_responses_to_batch_tensors(
         Padding(),  # pyright: ignore[reportArgumentType]
         [[0, 1]], [[2, 0]], [[0.0, 0.0]], [[1, 1]],
@@ -57,6 +57,6 @@ def test_missing_log_probs_stay_missing():
         (([[1]], [[2]], [[0.0]], [[1]], [[0.0, 0.0]]), "logprobs must have one entry a response token"),
     ],
 )
-def test_lists_that_do_not_fit_together(columns, message):
+def test_mismatched_lists_are_rejected(columns, message):
     with pytest.raises(ValueError, match=message):
         convert_prompts_responses_to_batch_tensors(Padding(), *columns)  # pyright: ignore[reportArgumentType]

@@ -30,7 +30,7 @@ def loader(n=10, batch_size=3, shuffle=True, drop_last=True, seed=42) -> PromptD
 
 
 @pytest.mark.parametrize("drop_last, lengths", [(True, [3, 3, 3]), (False, [3, 3, 3, 1])])
-def test_an_epoch_has_every_row_once(drop_last, lengths):
+def test_epoch_contains_each_row_once(drop_last, lengths):
     batches = loader(drop_last=drop_last)
     dealt = list(batches)
     assert [len(batch) for batch in dealt] == lengths and len(batches) == len(lengths)
@@ -38,11 +38,11 @@ def test_an_epoch_has_every_row_once(drop_last, lengths):
     assert len(set(rows)) == len(rows)
 
 
-def test_unshuffled_order_is_that_of_the_rows():
+def test_unshuffled_order_matches_rows():
     assert list(loader(shuffle=False, drop_last=False)) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
 
 
-def test_every_epoch_and_every_seed_has_an_order_of_its_own():
+def test_order_differs_by_epoch_and_seed():
     batches = loader(n=100)
     assert batches.order(0) != batches.order(1) != loader(n=100, seed=43).order(1)
     first, second = list(batches), list(batches)
@@ -50,7 +50,7 @@ def test_every_epoch_and_every_seed_has_an_order_of_its_own():
 
 
 @pytest.mark.parametrize("dealt", range(8))
-def test_a_resumed_run_sees_exactly_what_was_left(dealt):
+def test_resumed_run_reads_remaining_rows(dealt):
     """8 batches are 2 epochs and two thirds."""
     uninterrupted = [loader_.next_batch() for loader_ in [loader()] for _ in range(8)]
     killed = loader()
@@ -60,7 +60,7 @@ def test_a_resumed_run_sees_exactly_what_was_left(dealt):
     assert seen + [resumed.next_batch() for _ in range(8 - dealt)] == uninterrupted
 
 
-def test_iterating_gives_the_rest_of_the_epoch_and_then_the_next():
+def test_iteration_finishes_epoch_before_next():
     batches = loader(shuffle=False)
     batches.next_batch()
     assert list(batches) == [[3, 4, 5], [6, 7, 8]]
@@ -70,7 +70,7 @@ def test_iterating_gives_the_rest_of_the_epoch_and_then_the_next():
 
 
 @pytest.mark.slow
-def test_the_order_is_the_same_in_another_process():
+def test_order_is_equal_across_processes():
     code = (
         "from skyrl_train.dataset.dataloader import PromptDataLoader\n"
         "class D(list):\n  def collate_fn(self, items): return items\n"
@@ -80,11 +80,11 @@ def test_the_order_is_the_same_in_another_process():
     assert elsewhere.stdout.strip() == str(loader().order(5))
 
 
-def test_a_position_that_the_data_no_longer_has_is_refused():
+def test_out_of_range_position_is_rejected():
     with pytest.raises(CheckpointError, match="batch 4 of epoch 0, but an epoch now has 3 batches"):
         loader().load_state_dict({"epoch": 0, "batches_consumed": 4})
 
 
-def test_fewer_rows_than_a_batch_is_an_error():
+def test_fewer_rows_than_batch_size_is_rejected():
     with pytest.raises(DataError, match=r"2 prompts, fewer than one batch of 3.*trainer\.train_batch_size"):
         loader(n=2)

@@ -14,7 +14,7 @@ def read(text: str) -> list[object]:
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 64, 1 << 20])
-def test_items_are_those_of_json_wherever_reading_stops(monkeypatch, block):
+def test_items_match_json_for_any_chunk_boundary(monkeypatch, block):
     monkeypatch.setattr(json_list, "_BLOCK", block)
     draw = random.Random(0)
 
@@ -45,13 +45,13 @@ def test_items_are_those_of_json_wherever_reading_stops(monkeypatch, block):
         ("[", "item 0 of a list is not JSON"),
     ],
 )
-def test_what_is_no_list_is_refused_with_the_item(monkeypatch, block, text, error):
+def test_non_list_is_rejected_with_item(monkeypatch, block, text, error):
     monkeypatch.setattr(json_list, "_BLOCK", block)
     with pytest.raises(ValueError, match=error.replace("[", r"\[")):
         read(text)
 
 
-def test_file_is_not_read_beyond_an_item_that_is_no_json(monkeypatch):
+def test_reading_stops_at_invalid_item(monkeypatch):
     monkeypatch.setattr(json_list, "_BLOCK", 64)
     file = io.StringIO('[{"a": nonsense}' + " " * 10_000)
     with pytest.raises(ValueError, match="item 0"):

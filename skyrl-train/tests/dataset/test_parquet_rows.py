@@ -72,7 +72,7 @@ def write(request, tmp_path, monkeypatch):
     return write
 
 
-def test_trained_texts_have_no_fields_of_other_rows(write, tokenizer, tmp_path):
+def test_trained_texts_omit_fields_of_other_row_kinds(write, tokenizer, tmp_path):
     config = SupervisedDataConfig(cache_dir=str(tmp_path / "cache"), train_on="all")
     dataset = SupervisedDataset(write(DEMONSTRATIONS), tokenizer, config)
     for (example,), row in zip(dataset, DEMONSTRATIONS, strict=True):
@@ -80,7 +80,7 @@ def test_trained_texts_have_no_fields_of_other_rows(write, tokenizer, tmp_path):
         assert tokenizer.decode(example.ids) == expected
 
 
-def test_pairs_have_no_fields_of_other_rows(write, tokenizer, tmp_path):
+def test_pairs_omit_fields_of_other_row_kinds(write, tokenizer, tmp_path):
     config = SupervisedDataConfig(cache_dir=str(tmp_path / "cache"), train_on="last_assistant")
     dataset = SupervisedDataset(write(PAIRS), tokenizer, config, with_pairs=True)
     for pair, row in zip(dataset, PAIRS, strict=True):
@@ -92,7 +92,7 @@ def test_pairs_have_no_fields_of_other_rows(write, tokenizer, tmp_path):
         assert [tokenizer.decode(example.ids) for example in pair] == expected
 
 
-def test_prompts_and_extras_have_no_fields_of_other_rows(write, tokenizer, tmp_path):
+def test_prompts_and_extras_omit_fields_of_other_row_kinds(write, tokenizer, tmp_path):
     dataset = PromptDataset(write(PROMPTS), tokenizer, 10**6, cache_dir=str(tmp_path / "cache"))
     assert len(dataset) == len(PROMPTS)
     for number, row in enumerate(PROMPTS):
@@ -102,7 +102,7 @@ def test_prompts_and_extras_have_no_fields_of_other_rows(write, tokenizer, tmp_p
         assert extras == {key: value for key, value in row.items() if key not in ("prompt", "env_class")}
 
 
-def test_tools_of_text_keep_their_nulls(write, tokenizer, tmp_path):
+def test_json_tools_keep_nulls(write, tokenizer, tmp_path):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
     rows = [{"messages": TALKS[0], "tools": json.dumps(tools)}]
     config = SupervisedDataConfig(cache_dir=str(tmp_path / "cache"), train_on="all")
@@ -111,13 +111,13 @@ def test_tools_of_text_keep_their_nulls(write, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("tools", ["[not JSON", '{"type": "function"}', "[1]"])
-def test_tools_that_are_no_schemas_name_their_row(write, tokenizer, tmp_path, tools):
+def test_invalid_tool_schema_error_names_row(write, tokenizer, tmp_path, tools):
     rows = [{"messages": TALKS[0], "tools": tools}]
     with pytest.raises(DataError, match="row 0: tools"):
         SupervisedDataset(write(rows), tokenizer, SupervisedDataConfig(cache_dir=str(tmp_path / "cache")))
 
 
-def test_tools_that_the_template_cannot_render_name_their_row(tmp_path):
+def test_unrenderable_tools_error_names_row(tmp_path):
     strict = build_character_tokenizer(WITH_CALLS.replace("{{ t | tojson }}", "{{ t['function']['name'] | upper }}"))
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": TALKS[0], "tools": [{"function": {}}, {"other": 1}]}))
@@ -126,7 +126,7 @@ def test_tools_that_the_template_cannot_render_name_their_row(tmp_path):
     assert "chat_template_kwargs" not in str(error.value)
 
 
-def test_reserved_column_name_is_refused_by_name(tokenizer, tmp_path):
+def test_reserved_column_is_rejected_by_name(tokenizer, tmp_path):
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pa.Table.from_pylist([{**PROMPTS[0], "skyrl:length": 3}]), path)
     with pytest.raises(DataError, match=r"rows\.parquet.*skyrl:length"):

@@ -42,7 +42,7 @@ def write(path, rows) -> str:
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
-def test_every_kind_of_file_gives_the_same_items(tmp_path, words, suffix):
+def test_all_file_formats_give_same_items(tmp_path, words, suffix):
     rows = [row("a b", env_class="gsm8k", data_source="x", reward_spec={"ground_truth": "3"}), row("c d e f")]
     rows[1] |= {"env_class": None, "data_source": "y", "reward_spec": {"ground_truth": "4"}}
     dataset = PromptDataset([write(tmp_path / f"rows{suffix}", rows)], words, max_prompt_length=5)
@@ -63,7 +63,7 @@ def test_every_kind_of_file_gives_the_same_items(tmp_path, words, suffix):
     ]
 
 
-def test_prompts_over_the_limit_are_dropped_and_uids_count_what_is_left(tmp_path, words):
+def test_overlong_prompts_are_dropped_before_uids_are_assigned(tmp_path, words):
     first = write(tmp_path / "first.jsonl", [row("one two three four"), row("a b c")])
     second = write(tmp_path / "second.parquet", [row("x y z"), row("too long " * 10)])
     # with the generation prompt's word the prompts have 5, 4, 4 and 21 tokens
@@ -71,7 +71,7 @@ def test_prompts_over_the_limit_are_dropped_and_uids_count_what_is_left(tmp_path
     assert [(item[0][0]["content"], item[3]) for item in dataset] == [("a b c", "0"), ("x y z", "1")]
 
 
-def test_configured_template_decides_which_prompts_are_short_enough(tmp_path, words):
+def test_configured_template_determines_prompt_length(tmp_path, words):
     """Rows of 3 and 5 tokens under the tokenizer's template, 53 and 55 under one that writes 50 more."""
     rows = write(tmp_path / "rows.jsonl", [row("a b"), row("a b c d")])
     longer = ChatTemplate(words, "x " * 50 + words.chat_template)
@@ -106,7 +106,7 @@ def test_experiment_filters_prompts_by_generator_chat_template(tmp_path, words):
     assert [len(chat.ids(item[0], add_generation_prompt=True)) for item in kept] == [23]
 
 
-def test_prompt_that_the_template_cannot_render_is_named(tmp_path, words):
+def test_unrenderable_prompt_is_named(tmp_path, words):
     template = "{% if messages[0].content == 'c' %}{{ raise_exception('no weather') }}{% endif %}a"
     with pytest.raises(DataError, match=r"rows\.jsonl: row 2: prompt: the chat template cannot render .*no weather"):
         PromptDataset(
@@ -117,13 +117,13 @@ def test_prompt_that_the_template_cannot_render_is_named(tmp_path, words):
         )
 
 
-def test_half_a_character_in_a_prompt_is_replaced(tmp_path, words):
+def test_lone_surrogate_in_prompt_is_replaced(tmp_path, words):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row("a \ud83d")))
     assert len(PromptDataset([str(path)], words, max_prompt_length=9)) == 1
 
 
-def test_a_key_that_parquet_filled_with_none_is_absent_again(tmp_path, words):
+def test_parquet_null_keys_are_removed(tmp_path, words):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": "c"}]
     dataset = PromptDataset([write(tmp_path / "rows.parquet", [{"prompt": messages}])], words, max_prompt_length=9)
     assert dataset[0][0] == messages
@@ -149,13 +149,13 @@ def test_columns_may_have_other_names(tmp_path, words):
         ([row("a"), "b"], "row 1 is a str, not an object"),
     ],
 )
-def test_rows_that_cannot_be_used(tmp_path, words, rows, message):
+def test_invalid_rows_are_rejected(tmp_path, words, rows, message):
     with pytest.raises(DataError, match=message) as caught:
         PromptDataset([write(tmp_path / "rows.jsonl", rows)], words, max_prompt_length=9)
     assert "rows.jsonl" in str(caught.value)
 
 
-def test_a_parquet_without_the_column_names_those_it_has(tmp_path, words):
+def test_missing_parquet_column_error_lists_columns(tmp_path, words):
     path = write(tmp_path / "rows.parquet", [{"question": "x", "answer": "y"}])
     with pytest.raises(DataError, match=r"no column 'prompt'; it has question, answer"):
         PromptDataset([path], words, max_prompt_length=9)
@@ -170,19 +170,19 @@ def test_a_parquet_without_the_column_names_those_it_has(tmp_path, words):
         ("broken.json", b"\xff\xfe", "cannot be read"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path, words, name, content, message):
+def test_unreadable_files_are_rejected(tmp_path, words, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         PromptDataset([str(tmp_path / name)], words, max_prompt_length=9)
 
 
-def test_no_dataset_at_all(words):
+def test_missing_dataset_is_rejected(words):
     with pytest.raises(DataError, match=r"data\.train_data"):
         PromptDataset([], words, max_prompt_length=9)
 
 
-def test_a_hub_dataset_is_read_by_name_and_split(tmp_path, words):
+def test_hub_dataset_is_read_by_name_and_split(tmp_path, words):
     """A folder of files is what the hub library loads without a network."""
     folder = tmp_path / "numbers"
     folder.mkdir()
@@ -194,7 +194,7 @@ def test_a_hub_dataset_is_read_by_name_and_split(tmp_path, words):
         PromptDataset([f"{folder}:dev"], words, 9)
 
 
-def test_real_prompts_are_measured_with_the_real_template(tmp_path, test_data):
+def test_real_prompts_are_measured_with_real_template(tmp_path, test_data):
     tokenizer = AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen2.5")
     tokenizer.chat_template = (test_data / "tokenizers/chat_templates/Qwen-Qwen2.5-7B-Instruct.jinja").read_text()
     with gzip.open(test_data / "gsm8k" / "test.jsonl.gz", "rt") as lines:

@@ -69,7 +69,7 @@ def was_found(log: list[str]) -> bool:
     return " in the cache, " in line
 
 
-def test_rows_are_found_again_and_the_limit_of_length_still_applies(tmp_path, read, log):
+def test_cache_hit_still_applies_length_limit(tmp_path, read, log):
     source = write(tmp_path / "rows.jsonl", ["a", "b c d", "e f"])
     assert read(source) == ["a", "b c d", "e f"] and not was_found(log)
     (file,) = (tmp_path / "cache").iterdir()
@@ -78,7 +78,7 @@ def test_rows_are_found_again_and_the_limit_of_length_still_applies(tmp_path, re
     assert read(source, limit=3) == ["a", "e f"] and was_found(log)
 
 
-def test_file_of_the_same_size_and_time_with_other_content_is_tokenized(tmp_path, read, log):
+def test_changed_content_with_same_size_and_mtime_is_retokenized(tmp_path, read, log):
     source = write(tmp_path / "rows.jsonl", ["a bcd"])
     assert read(source) == ["a bcd"]
     times = os.stat(source)
@@ -103,7 +103,7 @@ LONGER = TEMPLATE + " and this"
     ],
     ids=["template of the tokenizer", "configured template", "template variable", "tokenizer", "setting"],
 )
-def test_changed_input_is_tokenized_anew(tmp_path, read, log, changed):
+def test_changed_input_is_retokenized(tmp_path, read, log, changed):
     """Each change makes another prompt pass the limit."""
     source = write(tmp_path / "rows.jsonl", ["a bc", "a b c"])
     assert read(source, limit=3) == ["a bc"]
@@ -123,7 +123,7 @@ def letter_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("changed", ["library", "code", "day"])
-def test_changed_version_code_or_day_is_another_fingerprint(monkeypatch, changed):
+def test_version_code_and_day_change_fingerprint(monkeypatch, changed):
     chat = ChatTemplate(word_tokenizer(template=TEMPLATE + "{{ strftime_now('%d') }}"))
     before = fingerprint.rows_fingerprint("content", chat, {}, [])
     assert fingerprint.rows_fingerprint("content", chat, {}, []) == before
@@ -144,7 +144,7 @@ def test_changed_version_code_or_day_is_another_fingerprint(monkeypatch, changed
 
 
 @pytest.mark.parametrize("setting", [{"train_on": "all"}, {"format": "alpaca"}, {"with_pairs": True}])
-def test_examples_of_other_settings_are_tokenized_anew(tmp_path, log, setting):
+def test_changed_settings_are_retokenized(tmp_path, log, setting):
     source = tmp_path / "rows.jsonl"
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     row |= {"instruction": "i", "output": "o", "prompt": "q", "chosen": "yes", "rejected": "no"}
@@ -209,14 +209,14 @@ def test_rows_keep_every_value(tmp_path, read):
     assert list(dataset.rows) == rows
 
 
-def test_folder_that_cannot_be_written_is_a_warning(tmp_path, read, log):
+def test_unwritable_folder_causes_warning(tmp_path, read, log):
     source = write(tmp_path / "rows.jsonl", ["a", "b"])
     (tmp_path / "cache").write_text("a file")
     assert read(source) == ["a", "b"]
     assert any("cannot be written" in line and "data.cache_dir" in line for line in log)
 
 
-def test_full_disk_is_an_error_that_names_the_setting_and_leaves_nothing(tmp_path, read, monkeypatch):
+def test_full_disk_error_names_setting_and_leaves_no_file(tmp_path, read, monkeypatch):
     source = write(tmp_path / "rows.jsonl", ["a", "b"])
 
     def no_space(*_: object) -> None:
@@ -228,7 +228,7 @@ def test_full_disk_is_an_error_that_names_the_setting_and_leaves_nothing(tmp_pat
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_damaged_file_is_written_anew(tmp_path, read, log):
+def test_damaged_file_is_rewritten(tmp_path, read, log):
     source = write(tmp_path / "rows.jsonl", ["a", "b"])
     read(source)
     (file,) = (tmp_path / "cache").iterdir()
@@ -247,7 +247,7 @@ def test_bad_row_leaves_no_file(tmp_path, read):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_file_that_changes_while_it_is_read_is_not_kept(tmp_path, read, monkeypatch):
+def test_file_changed_during_read_is_not_cached(tmp_path, read, monkeypatch):
     source = write(tmp_path / "rows.jsonl", ["a", "b"])
     digest = FileSource.digest
 
@@ -262,7 +262,7 @@ def test_file_that_changes_while_it_is_read_is_not_kept(tmp_path, read, monkeypa
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_two_runs_at_once_write_one_whole_file(tmp_path, read, monkeypatch):
+def test_concurrent_runs_write_single_complete_file(tmp_path, read, monkeypatch):
     source = write(tmp_path / "rows.jsonl", [f"a {number}" for number in range(50)])
     both, text = threading.Barrier(2, timeout=60), ChatTemplate.text
     seen = threading.local()
@@ -284,7 +284,7 @@ def test_two_runs_at_once_write_one_whole_file(tmp_path, read, monkeypatch):
     assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".arrow"]
 
 
-def test_unfinished_files_of_killed_runs_are_removed_after_a_day(tmp_path, read):
+def test_unfinished_files_are_removed_after_one_day(tmp_path, read):
     cache = tmp_path / "cache"
     cache.mkdir()
     for name, age in (("old", 25), ("new", 1)):
@@ -294,7 +294,7 @@ def test_unfinished_files_of_killed_runs_are_removed_after_a_day(tmp_path, read)
     assert [file.name for file in cache.iterdir() if file.suffix == ".partial"] == [".new.arrow.00.partial"]
 
 
-def test_threads_hold_few_items_and_keep_their_order():
+def test_threads_buffer_few_items_and_keep_order():
     taken, most = 0, 0
 
     def items() -> Iterator[int]:
@@ -337,7 +337,7 @@ class Louder(PromptDataset):
         return messages, "loud", extras, uid
 
 
-def test_digest_of_cached_data_is_that_of_its_items(tmp_path, monkeypatch):
+def test_cached_data_digest_matches_items(tmp_path, monkeypatch):
     """The digest is in checkpoints: it must not change, with or without a cache."""
     source = write(tmp_path / "rows.jsonl", ["a", "b c d", "e"])
 
@@ -355,7 +355,7 @@ def test_digest_of_cached_data_is_that_of_its_items(tmp_path, monkeypatch):
     assert data_digest(prompts()) == first and len(prompts().distinct_values("prompt")) == 3
 
 
-def test_mask_of_spans_is_that_of_a_loop_over_tokens():
+def test_span_mask_matches_token_loop():
     """Random texts and spans, tokens of several characters that straddle borders, tokens without any text."""
     random = np.random.default_rng(0)
 

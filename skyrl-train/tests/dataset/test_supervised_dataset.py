@@ -48,13 +48,13 @@ def write(tmp_path, rows) -> list[str]:
         ("all", "<start>user:one?<end><start>assistant:1<end><start>user:two?<end><start>assistant:2<end>"),
     ],
 )
-def test_trained_turns_of_a_conversation(tokenizer, train_on, expected):
+def test_trained_turns_of_conversation(tokenizer, train_on, expected):
     (example,) = Encoder(tokenizer, SupervisedDataConfig(train_on=train_on)).conversation(DIALOGUE, None)
     assert learnt(tokenizer, example) == expected
     assert tokenizer.decode(example.ids).startswith("<start>user:one?<end><start>assistant:1<end><start>user:two?")
 
 
-def test_rewriting_template_makes_each_turn_an_example(chat_model):
+def test_rewriting_template_gives_one_example_per_turn(chat_model):
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
     tokenizer.chat_template = FORGETS_THOUGHTS
     messages = [
@@ -71,7 +71,7 @@ def test_rewriting_template_makes_each_turn_an_example(chat_model):
     )
 
 
-def test_alpaca_rows_are_a_question_and_an_answer(tokenizer, tmp_path):
+def test_alpaca_row_becomes_user_and_assistant_message(tokenizer, tmp_path):
     rows = [
         {"instruction": "Add.", "input": "1 2", "output": "3"},
         {"instruction": "Say a.", "input": "", "output": "a"},
@@ -85,7 +85,7 @@ def test_alpaca_rows_are_a_question_and_an_answer(tokenizer, tmp_path):
     assert [learnt(tokenizer, example) for (example,) in dataset] == ["3<end>", "a<end>"]
 
 
-def test_a_model_without_chat_template_reads_alpaca_rows_as_plain_text(chat_model):
+def test_alpaca_rows_are_plain_text_without_chat_template(chat_model):
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
     tokenizer.chat_template = None
     (example,) = Encoder(tokenizer, SupervisedDataConfig()).question_and_answer("Add.", "3")
@@ -93,7 +93,7 @@ def test_a_model_without_chat_template_reads_alpaca_rows_as_plain_text(chat_mode
     assert learnt(tokenizer, example) == "3<end>"
 
 
-def test_a_preference_row_is_a_pair_with_one_prompt(tokenizer, tmp_path):
+def test_preference_row_becomes_pair_with_shared_prompt(tokenizer, tmp_path):
     rows = [{"prompt": "q", "chosen": "yes", "rejected": [{"role": "assistant", "content": "no"}]}]
     config = SupervisedDataConfig(train_on="last_assistant")
     ((chosen, rejected),) = SupervisedDataset(write(tmp_path, rows), tokenizer, config, with_pairs=True)
@@ -118,14 +118,14 @@ SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "
         ([SYSTEM, USER], [], "<start>system:s<end><start>user:q<end>"),
     ],
 )
-def test_prompt_of_whole_preference_conversations_stands_once(tokenizer, tmp_path, prompt, before, text):
+def test_shared_prompt_of_preference_conversations_is_stored_once(tokenizer, tmp_path, prompt, before, text):
     rows = [{"prompt": prompt, **{kind: [*before, {"role": "assistant", "content": kind}] for kind in KINDS}}]
     config = SupervisedDataConfig(cache_dir=str(tmp_path))
     (pair,) = SupervisedDataset(write(tmp_path, rows), tokenizer, config, with_pairs=True)
     assert [tokenizer.decode(example.ids) for example in pair] == [f"{text}<start>assistant:{k}<end>" for k in KINDS]
 
 
-def test_preference_conversations_of_another_prompt_name_their_row(tokenizer, tmp_path):
+def test_preference_pair_with_different_prompts_names_row(tokenizer, tmp_path):
     rows = [{"prompt": "other", **{kind: [USER, {"role": "assistant", "content": kind}] for kind in KINDS}}]
     with pytest.raises(DataError, match=r"row 0: chosen .*prompt"):
         SupervisedDataset(write(tmp_path, rows), tokenizer, SupervisedDataConfig(), with_pairs=True)
@@ -143,7 +143,7 @@ def test_pairs_without_difference_are_dropped_and_counted(tokenizer, tmp_path, l
     assert any("1 dropped: no difference" in line for line in log)
 
 
-def test_too_long_examples_are_dropped_or_cut(tokenizer, tmp_path):
+def test_overlong_examples_are_dropped_or_truncated(tokenizer, tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}
         for answer in ("a", "b" * 50)
@@ -156,7 +156,7 @@ def test_too_long_examples_are_dropped_or_cut(tokenizer, tmp_path):
     assert set(learnt(tokenizer, cut)) == {"b"}
 
 
-def test_rows_without_anything_to_learn_are_left_out(tokenizer, tmp_path):
+def test_rows_without_trained_tokens_are_dropped(tokenizer, tmp_path):
     rows = [{"messages": DIALOGUE[:1]}, {"messages": DIALOGUE[:2]}]
     assert len(SupervisedDataset(write(tmp_path, rows), tokenizer, SupervisedDataConfig())) == 1
     with pytest.raises(DataError, match=r"no example .* is left .*1 dropped: no token to learn"):
@@ -172,12 +172,12 @@ def test_rows_without_anything_to_learn_are_left_out(tokenizer, tmp_path):
         ({"chosen": "a", "rejected": "b"}, {}, "format preference, which skyrl_train.entrypoints.main_dpo trains on"),
     ],
 )
-def test_rows_of_another_form_are_refused_by_name(tokenizer, tmp_path, row, settings, message):
+def test_rows_of_other_format_are_rejected_by_name(tokenizer, tmp_path, row, settings, message):
     with pytest.raises(DataError, match=message):
         SupervisedDataset(write(tmp_path, [row]), tokenizer, SupervisedDataConfig(**settings))
 
 
-def test_a_slow_tokenizer_is_refused(tokenizer):
+def test_slow_tokenizer_is_rejected(tokenizer):
     class Slow:
         is_fast = False
 
@@ -189,7 +189,7 @@ def test_a_slow_tokenizer_is_refused(tokenizer):
     "template",
     ["Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "Qwen3-nonthinking", "Qwen-Qwen3-Coder-30B-A3B-Instruct"],
 )
-def test_real_templates_learn_the_answer_and_its_end(test_data, template):
+def test_real_templates_train_response_and_end_token(test_data, template):
     tokenizer = AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen2.5")
     tokenizer.chat_template = (test_data / "tokenizers" / "chat_templates" / f"{template}.jinja").read_text()
     tokenizer.eos_token = "<|im_end|>"
@@ -198,7 +198,7 @@ def test_real_templates_learn_the_answer_and_its_end(test_data, template):
     assert learned.replace("<think>\n\n</think>\n\n", "") == "1<|im_end|>2<|im_end|>"
 
 
-def test_a_thinking_template_learns_the_thoughts_of_every_turn(test_data):
+def test_thinking_template_trains_reasoning_of_all_turns(test_data):
     tokenizer = AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen2.5")
     tokenizer.chat_template = (test_data / "tokenizers" / "chat_templates" / "Qwen-Qwen3-0.6B.jinja").read_text()
     tokenizer.eos_token = "<|im_end|>"
@@ -217,7 +217,7 @@ def test_a_thinking_template_learns_the_thoughts_of_every_turn(test_data):
     "template",
     ["qwen3_without_thinking", "Qwen-Qwen3-0.6B", "Qwen-QwQ-32B", "deepseek-ai-DeepSeek-R1-Distill-Llama-8B"],
 )
-def test_templates_that_rewrite_turns_learn_answers_alone(test_data, template, train_on):
+def test_rewriting_templates_train_responses_only(test_data, template, train_on):
     tokenizer = AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen2.5")
     path = test_data / "tokenizers" / "chat_templates" / f"{template}.jinja"
     tokenizer.chat_template = path.read_text() if path.is_file() else bundled_template(template)
@@ -241,7 +241,7 @@ def test_templates_that_rewrite_turns_learn_answers_alone(test_data, template, t
     assert not any(word in learned for word in ("TEXT", "OUTPUT", "user", "tool", "assistant"))
 
 
-def test_answers_are_learnt_after_the_text_that_the_model_sees(tokenizer):
+def test_responses_are_trained_after_inference_time_context(tokenizer):
     tokenizer.chat_template = FORGETS_THOUGHTS
     answers = ["hm/1", "ah/2", "oh/3"]
     messages = [{"role": r, "content": c} for a in answers for r, c in (("user", "next?"), ("assistant", a))]
@@ -251,7 +251,7 @@ def test_answers_are_learnt_after_the_text_that_the_model_sees(tokenizer):
         assert tokenizer.decode(example.ids) == f"{seen}{messages[number]['content']}<end>"
 
 
-def test_conversation_begun_by_the_assistant_learns_no_header(tokenizer):
+def test_conversation_started_by_assistant_trains_no_header(tokenizer):
     tokenizer.chat_template = (
         "{% if messages[0]['role'] != 'system' %}<start>system:default<end>{% endif %}"
         "{% for m in messages %}<start>{{ m['role'] }}:{{ m['content'] }}<end>{% endfor %}"
@@ -273,7 +273,7 @@ def header_tokenizer(folder, eos_ids):
     return tokenizer
 
 
-def test_turns_that_the_next_header_ends_learn_that_header(tmp_path):
+def test_turn_ended_by_next_header_trains_that_header(tmp_path):
     call = {"role": "assistant", "content": "c", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     messages = [DIALOGUE[0], call, {"role": "tool", "content": "t"}, *DIALOGUE[1:]]
     tokenizer = header_tokenizer(tmp_path, [1, 99, 100])
@@ -283,7 +283,7 @@ def test_turns_that_the_next_header_ends_learn_that_header(tmp_path):
     assert learnt(tokenizer, example).endswith("<|assistant|>2<|user|>")
 
 
-def test_turns_learn_eos_where_the_next_header_is_no_end(tmp_path):
+def test_turn_trains_eos_when_next_header_is_not_end(tmp_path):
     tokenizer = header_tokenizer(tmp_path, 1)
     examples = Encoder(tokenizer, SupervisedDataConfig()).conversation(DIALOGUE, None)
     assert [learnt(tokenizer, example) for example in examples] == ["1<end>", "2<end>"]

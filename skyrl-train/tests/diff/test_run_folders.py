@@ -18,8 +18,8 @@ from skyrl_inspect.diff.parting import StepPart, get_metric_stage
 from skyrl_inspect.diff.text import format_page, format_text
 from skyrl_train.checkpoints import CheckpointStore
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.fingerprint import flat_settings
-from skyrl_train.config.typed import setting_names
+from skyrl_train.config.fingerprint import flatten_settings
+from skyrl_train.config.typed import list_setting_names
 from skyrl_train.errors import DataError
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.token_columns import encode_columns
@@ -203,7 +203,7 @@ def test_command_writes_page_and_json(copy: Path, base_run: Path, tmp_path: Path
 
 
 def test_table_of_effects_names_existing_settings():
-    known = set(setting_names(SkyRLConfig))
+    known = set(list_setting_names(SkyRLConfig))
     assert [name for name in WITHOUT_EFFECT if name not in known] == []
 
 
@@ -211,7 +211,7 @@ def test_settings_all_have_effect_entry():
     """A setting that the table does not know would count as a cause of anything."""
     unknown = [
         name
-        for name in flat_settings(SkyRLConfig())
+        for name in flatten_settings(SkyRLConfig())
         if name not in WITHOUT_EFFECT and len(get_effect(name).stages) == len(StepPart)
     ]
     assert unknown == []

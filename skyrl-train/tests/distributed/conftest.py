@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ray import cloudpickle
 
-from skyrl_train.distributed.process_group import free_port, init_process_group
+from skyrl_train.distributed.process_group import find_free_port, init_process_group
 from skyrl_train_testing.rank_processes import ForkedRanks
 
 
@@ -56,7 +56,7 @@ def run_on_ranks(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run
     ) -> list[Any]:
         nonlocal num_calls
         num_calls += 1
-        port = free_port()
+        port = find_free_port()
         ranks = ForkedRanks(f"call_{num_calls}", GroupMember, num_ranks=num_ranks, log_folder=tmp_path)
         calls = [[("compute", (rank, num_ranks, port, device, function, args))] for rank in range(num_ranks)]
         try:

@@ -218,7 +218,7 @@ def test_optimizer_step_on_two_ranks_is_adamw_with_clipping_and_schedule(run_on_
         ("critic", ["value_head.weight", "norm.weight"]),
     ],
 )
-def test_weight_decay_spares_no_weight_that_is_trained(workers: Any, kind: str, names: list[str]) -> None:
+def test_weight_decay_applies_to_all_trained_weights(workers: Any, kind: str, names: list[str]) -> None:
     worker = workers(kind)
     vars(worker.backend.settings)["optimizer_config"] = OptimizerConfig(lr=0.1, weight_decay=0.5)
     worker.backend.begin_optimizer()

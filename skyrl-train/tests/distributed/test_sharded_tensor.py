@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from skyrl_train.distributed import sharded_tensor
-from skyrl_train.distributed.process_group import make_mesh
+from skyrl_train.distributed.process_group import build_mesh
 
 
 def wholes() -> dict[str, torch.Tensor]:
@@ -20,7 +20,7 @@ def wholes() -> dict[str, torch.Tensor]:
 def gathered(fsdp_size: int) -> tuple[dict[str, torch.Tensor], int, int]:
     """Returns: the tensors from ranks that hold their parts, the collectives for all of them, and those one by one."""
     sharded_tensor.GATHERED_BYTES = 16 * 16 * 4 - 1  # "large" travels alone
-    mesh = make_mesh(torch.device("cpu"), fsdp_size)
+    mesh = build_mesh(torch.device("cpu"), fsdp_size)
     placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
     parts: dict[str, Any] = {name: distribute_tensor(whole, mesh, placements) for name, whole in wholes().items()}
     parts["columns"] = distribute_tensor(wholes()["first"], mesh, [*placements[:-1], Shard(1)])
@@ -43,7 +43,7 @@ def gathered(fsdp_size: int) -> tuple[dict[str, torch.Tensor], int, int]:
     return together, calls, sum(isinstance(part, DTensor) for part in parts.values())
 
 
-def test_tensors_that_travel_together_are_those_of_all_ranks(run_on_ranks: Callable[..., list[Any]]):
+def test_batched_gather_matches_all_ranks(run_on_ranks: Callable[..., list[Any]]):
     expected = wholes()
     expected |= {"columns": expected["first"], "undivided": expected["first"].bfloat16()}
     expected["third"] = expected["third"].bfloat16()

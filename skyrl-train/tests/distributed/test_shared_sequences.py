@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
 from skyrl_train.config import FSDPConfig, LoRAConfig
-from skyrl_train.distributed.process_group import make_mesh
+from skyrl_train.distributed.process_group import build_mesh
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor
-from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_parallel
-from skyrl_train.models.adapter_files import WEIGHTS_FILE, adapter_tensors, write_adapter_version
-from skyrl_train.models.lora import adapters_of, add_adapters, exported_parameters
+from skyrl_train.distributed.ulysses import SequenceParallel, build_sequence_parallel
+from skyrl_train.models.adapter_files import WEIGHTS_FILE, gather_adapter_tensors, write_adapter_version
+from skyrl_train.models.lora import add_adapters, find_adapters, gather_exported_parameters
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.training_backends.fsdp2.sharding import clip_grad_norm, shard_model
 from skyrl_train_testing.tiny_models import build_tiny_qwen3
@@ -47,7 +47,7 @@ def learn(causal_lm: Any, ranks: SequenceParallel | None, rows: slice, sharded: 
     world_size = 1
     if sharded:
         world_size = dist.get_world_size()
-        shard_model(model, make_mesh(torch.device("cpu")), FSDPConfig(), bf16=False)
+        shard_model(model, build_mesh(torch.device("cpu")), FSDPConfig(), bf16=False)
     sequences, mask = batch()
     scores = model(sequences[rows], mask[rows], NUM_RESPONSE, 0.7, with_entropy=True)
     weights = torch.arange(4.0 * NUM_RESPONSE).view(4, NUM_RESPONSE)[rows]
@@ -61,7 +61,7 @@ def learn(causal_lm: Any, ranks: SequenceParallel | None, rows: slice, sharded: 
         "entropy": scores.entropy.detach(),
         "norm": norm,
         "gradients": gradients,
-        "weights": {name: tensor.clone() for name, tensor in exported_parameters(model)},
+        "weights": {name: tensor.clone() for name, tensor in gather_exported_parameters(model)},
     }
 
 
@@ -70,7 +70,7 @@ def with_adapters() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     add_adapters(model, LoRAConfig(rank=2, alpha=4))
     generator = torch.Generator().manual_seed(2)
-    for adapter in adapters_of(model):
+    for adapter in find_adapters(model):
         adapter.b.data.normal_(generator=generator).mul_(0.3)
     return model
 
@@ -81,7 +81,7 @@ def learn_on_ranks(sizes: tuple[int, ...], model: Callable[[], Any]) -> list[dic
     for size in sizes:
         rows = 4 * size // dist.get_world_size()
         shard = dist.get_rank() // size
-        ranks = make_sequence_parallel(size)
+        ranks = build_sequence_parallel(size)
         results.append(learn(model(), ranks, slice(shard * rows, (shard + 1) * rows), sharded=True))
     return results
 
@@ -91,11 +91,9 @@ def learn_on_ranks(sizes: tuple[int, ...], model: Callable[[], Any]) -> list[dic
     [pytest.param(tiny, 4, (4, 2), marks=pytest.mark.full), (with_adapters, 2, (2, 1))],
     ids=["all weights", "adapters on frozen weights"],
 )
-def test_sharing_sequences_and_dividing_weights_change_neither_scores_nor_gradients(
-    run_on_ranks, model, num_ranks, sizes
-):
+def test_sequence_parallel_and_sharding_preserve_scores_and_gradients(run_on_ranks, model, num_ranks, sizes):
     expected = learn(model(), None, slice(None), sharded=False)
-    untrained = dict(exported_parameters(model()))
+    untrained = dict(gather_exported_parameters(model()))
     of_ranks = run_on_ranks(num_ranks, learn_on_ranks, sizes, model)
     assert expected["norm"] > 1
     assert len(expected["gradients"]) == (2 * 14 if model is with_adapters else len(untrained))
@@ -115,12 +113,12 @@ def test_sharing_sequences_and_dividing_weights_change_neither_scores_nor_gradie
 
 
 def write_adapters_on_ranks(folder: Path) -> int:
-    model = shard_model(with_adapters(), make_mesh(torch.device("cpu")), FSDPConfig(), bf16=False)
+    model = shard_model(with_adapters(), build_mesh(torch.device("cpu")), FSDPConfig(), bf16=False)
     return len(write_adapter_version(model, folder, 1, torch.float32, rank=dist.get_rank()))
 
 
-def test_two_ranks_write_the_adapters_that_one_would(run_on_ranks, tmp_path):
-    expected = dict(adapter_tensors(with_adapters(), torch.float32))
+def test_two_ranks_write_same_adapters_as_one(run_on_ranks, tmp_path):
+    expected = dict(gather_adapter_tensors(with_adapters(), torch.float32))
     assert run_on_ranks(2, write_adapters_on_ranks, tmp_path) == [len(expected), 0]
     written = load_file(tmp_path / "1" / WEIGHTS_FILE)
     assert written.keys() == expected.keys()

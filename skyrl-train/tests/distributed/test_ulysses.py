@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_parallel
+from skyrl_train.distributed.ulysses import SequenceParallel, build_sequence_parallel
 from skyrl_train.errors import ConfigError
 
 NUM_TOKENS, HEAD = 8, 4
@@ -32,7 +32,7 @@ def numbers_of_the_answer(num_heads: int) -> torch.Tensor:
 def attention_of_ranks(size: int, num_heads: int, num_kv_heads: int) -> dict[str, Any]:
     """Compute on one rank: attention over exchanged heads, the whole answer, and the gradients of this rank's
     slices."""
-    ranks = make_sequence_parallel(size)
+    ranks = build_sequence_parallel(size)
     assert ranks is not None
     slices = [ranks.shard(x, 2).clone().requires_grad_() for x in queries_keys_values(num_heads, num_kv_heads)]
     own_heads = [ranks.to_heads(x) for x in slices]
@@ -56,7 +56,7 @@ def attention_of_ranks(size: int, num_heads: int, num_kv_heads: int) -> dict[str
         (4, 2, 12, 3, [6, 3, 3]),  # two groups; 3 key-value heads do not divide by 2: each is there twice
     ],
 )
-def test_attention_over_exchanged_heads_is_plain_attention(
+def test_attention_over_exchanged_heads_matches_plain_attention(
     run_on_ranks, num_ranks, size, num_heads, num_kv_heads, own_heads
 ):
     whole = [x.requires_grad_() for x in queries_keys_values(num_heads, num_kv_heads)]
@@ -79,7 +79,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 
 
 def there_and_back() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    ranks = make_sequence_parallel(2)
+    ranks = build_sequence_parallel(2)
     assert ranks is not None
     answers = []
     for dtype in DTYPES:
@@ -88,7 +88,7 @@ def there_and_back() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return answers
 
 
-def test_a_rank_gets_its_head_of_all_tokens_and_gives_it_back_in_any_dtype(run_on_ranks):
+def test_head_exchange_round_trips_in_all_dtypes(run_on_ranks):
     for rank, answers in enumerate(run_on_ranks(2, there_and_back)):
         for dtype, (heads, difference) in zip(DTYPES, answers, strict=True):
             assert heads.dtype == dtype
@@ -98,7 +98,7 @@ def test_a_rank_gets_its_head_of_all_tokens_and_gives_it_back_in_any_dtype(run_o
 
 def shared_weight() -> tuple[float, float, float]:
     """w times [1, 2, 3, 4] and the loss 10 y_0 + y_1 + 0 y_2 + 5 y_3, on two ranks."""
-    ranks = make_sequence_parallel(2)
+    ranks = build_sequence_parallel(2)
     assert ranks is not None
     weight = torch.tensor(3.0, requires_grad=True)
     y = ranks.gather(weight * ranks.shard(torch.tensor([1.0, 2.0, 3.0, 4.0]), 0), dim=0)
@@ -110,7 +110,7 @@ def shared_weight() -> tuple[float, float, float]:
     return loss.item(), weight.grad.item(), total.item()
 
 
-def test_ranks_gradients_of_a_shared_weight_add_up_to_the_weights(run_on_ranks):
+def test_shared_weight_gradients_sum_over_ranks(run_on_ranks):
     assert run_on_ranks(2, shared_weight) == [
         (96.0, 12.0, 32.0),  # 3 (10 1 + 1 2 + 5 4); 10 1 + 1 2; and both
         (96.0, 20.0, 32.0),
@@ -124,27 +124,27 @@ class OneOfTwo(SequenceParallel):
         self.size, self.rank = 2, 1
 
 
-def test_a_slice_is_a_consecutive_part_and_a_length_that_does_not_divide_is_refused():
+def test_slice_is_contiguous_and_rejects_indivisible_length():
     assert OneOfTwo().shard(torch.tensor([5, 6, 7, 8]), dim=0).tolist() == [7, 8]
     with pytest.raises(ValueError, match="2 ranks cannot share 7 positions: pad to a multiple"):
         OneOfTwo().shard(torch.zeros(2, 7), dim=1)
 
 
-def test_heads_that_do_not_divide_are_refused():
+def test_indivisible_heads_are_rejected():
     OneOfTwo().check_heads(6)
     with pytest.raises(ConfigError, match=r"must divide the number of .* attention heads, 7"):
         OneOfTwo().check_heads(7)
 
 
-def test_one_rank_shares_with_nobody_and_two_cannot_be_made_of_one(group_of_one):
-    assert make_sequence_parallel(1) is None
+def test_single_rank_has_no_group_and_oversized_group_is_rejected(group_of_one):
+    assert build_sequence_parallel(1) is None
     with pytest.raises(ValueError, match="must divide the number of ranks, 1; got 2"):
-        make_sequence_parallel(2)
+        build_sequence_parallel(2)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_nccl_exchanges_heads_as_gloo_does(run_on_ranks):
+def test_nccl_head_exchange_matches_gloo(run_on_ranks):
     on_cpu = run_on_ranks(2, there_and_back_on, "cpu")
     on_gpus = run_on_ranks(2, there_and_back_on, "cuda", device="cuda")
     for expected, actual in zip(on_cpu, on_gpus, strict=True):
@@ -152,7 +152,7 @@ def test_nccl_exchanges_heads_as_gloo_does(run_on_ranks):
 
 
 def there_and_back_on(device: str) -> torch.Tensor:
-    ranks = make_sequence_parallel(2)
+    ranks = build_sequence_parallel(2)
     assert ranks is not None
     x = torch.arange(24.0, device=device, dtype=torch.bfloat16).view(1, 2, 4, 3)
     return ranks.gather(ranks.to_sequence(ranks.to_heads(ranks.shard(x, 2)) + 1), dim=2).cpu()

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from skyrl_gym.services import Retries, Service
 from skyrl_gym.waits import FOLDER, PEERS, end_run, note, read_records, waiting
 from skyrl_inspect.explain.__main__ import main
-from skyrl_train.distributed.process_group import free_port, init_process_group
+from skyrl_train.distributed.process_group import find_free_port, init_process_group
 from skyrl_train.errors import RolloutError, WorkerError
 from skyrl_train.generators.environment import DaemonThreads, EnvironmentSession
 from skyrl_train.inference_engines.remote.connection import ServerConnection
@@ -98,7 +98,7 @@ def start_ranks(run_dir: Path) -> Iterator[Callable[[int], ForkedRanks]]:
     def start(num_ranks: int) -> ForkedRanks:
         ranks = ForkedRanks("policy", Rank, num_ranks=num_ranks, log_folder=run_dir / "logs")
         started.append(ranks)
-        port = free_port()
+        port = find_free_port()
         joining = [[("join", (rank, num_ranks, port))] for rank in range(num_ranks)]
         asyncio.run(ranks.call(joining, 60, "start"))
         return ranks

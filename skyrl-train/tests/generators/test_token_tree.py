@@ -11,7 +11,7 @@ import torch
 from skyrl_train.endpoint.recorder import RecordedTurn, SessionRecord
 from skyrl_train.generators.base import Failure, TrajectoryID
 from skyrl_train.generators.recorded import recorded_trajectory
-from skyrl_train.models.packing import packed
+from skyrl_train.models.packing import pack_rows
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.rollouts.certificate import Branch, certificate_metrics, certify
 from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tensors
@@ -136,7 +136,7 @@ def gradients(samples: Sequence[TrainingSample], share: bool) -> tuple[dict[str,
         model = ScoringModel(build_tiny_qwen3(hidden_size=16, vocab_size=64).double(), share_prefixes=share)
     log_probs = model(sequences, attention_mask, num_response, 1.0).log_probs
     (log_probs * loss_mask * sequences[:, -num_response:]).sum().backward()
-    num_computed = packed(sequences, attention_mask, num_response, share_prefixes=share).input_ids.numel()
+    num_computed = pack_rows(sequences, attention_mask, num_response, share_prefixes=share).input_ids.numel()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, num_computed
 
 

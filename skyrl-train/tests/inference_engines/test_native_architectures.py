@@ -18,7 +18,7 @@ from skyrl_train.inference_engines.native.requests import EngineSamplingParams, 
 from skyrl_train.inference_engines.native.weights import EngineWeights
 from skyrl_train.inference_engines.request import Completion
 from skyrl_train.models.causal_lm import load_causal_lm
-from skyrl_train.models.lora import exported_parameters
+from skyrl_train.models.lora import gather_exported_parameters
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train_testing.architectures import ARCHITECTURES
 
@@ -155,7 +155,7 @@ def test_weights_stay_float32_as_in_transformers_where_none_are_loaded(name, fol
     for others in (load(dummy_weights=True), load(shared_weights=loaded)):
         assert {each: tensor.dtype for each, tensor in others.items()} == dtypes
     trained = load_causal_lm(folder, device=CPU)
-    assert all(tensor.dtype == dtypes[each] for each, tensor in exported_parameters(trained, torch.bfloat16))
+    assert all(tensor.dtype == dtypes[each] for each, tensor in gather_exported_parameters(trained, torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_memory_of_rows_is_what_the_planner_counts(name, folder_of):
 def test_a_trainers_weights_are_all_that_the_engine_asks_for(name, folder_of):
     trained = load_causal_lm(folder_of(name), device=CPU)
     weights = EngineWeights(make_core(folder_of(name)).model, CPU, 60.0)
-    sent = {parameter_name: tensor.shape for parameter_name, tensor in exported_parameters(trained)}
+    sent = {parameter_name: tensor.shape for parameter_name, tensor in gather_exported_parameters(trained)}
     assert sent == weights._shapes
 
 

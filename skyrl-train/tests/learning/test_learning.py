@@ -15,7 +15,7 @@ from skyrl_train_testing.learning import Apprentice, Episode, learn
 from skyrl_train_testing.tasks import Bandit, Copy, CreditOverTurns, Sort, Task, ToolUse
 
 ESTIMATORS = AdvantageEstimatorRegistry.list_available()
-LOSSES = [name for name in PolicyLossRegistry.list_available() if PolicyLossRegistry.requirements(name).advantages]
+LOSSES = [name for name in PolicyLossRegistry.list_available() if PolicyLossRegistry.get_requirements(name).advantages]
 SEEDS = (0, 1, 2)
 OTHER_SEEDS = [pytest.param(seed, marks=pytest.mark.full) for seed in SEEDS[1:]]
 
@@ -39,19 +39,19 @@ def learns_the_bandit(estimator: str, loss: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_every_estimator_learns_the_bandit(estimator: str):
+def test_estimator_learns_bandit(estimator: str):
     learns_the_bandit(estimator, "regular", seed=0)
 
 
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "regular"])
-def test_every_loss_learns_the_bandit(loss: str):
+def test_loss_learns_bandit(loss: str):
     learns_the_bandit("grpo", loss, seed=0)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.full), *OTHER_SEEDS])
-def test_every_estimator_learns_the_bandit_with_every_loss(estimator: str, loss: str, seed: int):
+def test_estimator_and_loss_learn_bandit(estimator: str, loss: str, seed: int):
     learns_the_bandit(estimator, loss, seed)
 
 
@@ -71,7 +71,7 @@ def test_every_estimator_learns_the_bandit_with_every_loss(estimator: str, loss:
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_the_harder_tasks_are_learnt(task: Task, estimator: str, loss: str, corridor: float, num_steps: int, seed: int):
+def test_harder_tasks_are_learned(task: Task, estimator: str, loss: str, corridor: float, num_steps: int, seed: int):
     algorithm: dict[str, Any] = dict(advantage_estimator=estimator, policy_loss_type=loss, use_entropy_loss=True)
     learns(task, corridor, seed=seed, num_steps=num_steps, entropy_loss_coef=0.02, **algorithm)
 
@@ -83,7 +83,7 @@ def test_every_reduction_learns_to_copy(reduction: str):
     learns(Copy(), 0.8, seed=0, num_steps=24, **algorithm)
 
 
-def test_cross_entropy_learns_to_sort_from_right_answers():
+def test_cross_entropy_learns_sorting_from_correct_responses():
     task = Sort()
     apprentice = Apprentice(task, {"policy_loss_type": "cross_entropy"}, num_steps=20, learning_rate=2e-2)
     episodes = [told(prompt, task.right_answer(prompt)) for prompt in task.prompts]
@@ -124,13 +124,13 @@ def train_on(
     return [apprentice.train(apprentice.policy, batch, schedule) for _ in range(num_steps)]
 
 
-def test_the_same_arguments_give_the_same_bits():
+def test_same_arguments_give_same_bits():
     first, second = (learn(ToolUse(), {"policy_loss_type": "clip_cov"}, num_steps=3, seed=5) for _ in range(2))
     assert first == second
     assert first != learn(ToolUse(), {"policy_loss_type": "clip_cov"}, num_steps=3, seed=6)
 
 
-def test_the_environments_words_are_in_the_middle_and_are_not_trained_on():
+def test_environment_tokens_are_not_trained():
     apprentice = Apprentice(ToolUse())
     episodes, names = apprentice.rollouts(2)
     batch = apprentice.batch_of(episodes, names)

@@ -103,7 +103,7 @@ def gradient_norm(apprentice: Apprentice, *, advantage: float = 1.0, batch: Any 
 
 
 def sign_of_the_advantage(plant: pytest.MonkeyPatch) -> None:
-    registration = AdvantageEstimatorRegistry.registration("grpo")
+    registration = AdvantageEstimatorRegistry.get_registration("grpo")
     right = registration.entry
 
     def turned_round(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +149,7 @@ def stale_old_log_probs(plant: pytest.MonkeyPatch) -> None:
 
 
 def std_of_the_batch(plant: pytest.MonkeyPatch) -> None:
-    right = advantages._group_stds
+    right = advantages._compute_group_stds
 
     def of_the_batch(centred_B: torch.Tensor, group_B: Any, counts_B: Any, size_G: torch.Tensor) -> torch.Tensor:
         assert right(centred_B, group_B, counts_B, size_G).shape == size_G.shape
@@ -186,7 +186,7 @@ def missing_zero_grad(plant: pytest.MonkeyPatch) -> None:
 
 
 def own_score_as_baseline_of_a_group_of_one(plant: pytest.MonkeyPatch) -> None:
-    right = advantages.group_means
+    right = advantages.compute_group_means
 
     def never_alone(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mean_G, size_G = right(*given)
@@ -214,7 +214,7 @@ CHECKS = list(dict.fromkeys(check for _, checks in FAULTS for check in checks))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_code_as_it_is_passes(check: Check):
+def test_unmodified_code_passes(check: Check):
     check()
 
 
@@ -223,7 +223,7 @@ def test_the_code_as_it_is_passes(check: Check):
     [(fault, check) for fault, checks in FAULTS for check in checks],
     ids=lambda function: function.__name__,
 )
-def test_a_planted_fault_is_caught(fault: Fault, check: Check, monkeypatch: pytest.MonkeyPatch):
+def test_injected_fault_is_detected(fault: Fault, check: Check, monkeypatch: pytest.MonkeyPatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):
         check()
@@ -242,7 +242,7 @@ def test_number_of_planted_bugs_is_ten():
     ],
     ids=["policy", "kl", "entropy"],
 )
-def test_every_term_of_the_loss_has_a_gradient_of_its_own(terms: dict[str, Any], advantage: float):
+def test_loss_terms_have_distinct_gradients(terms: dict[str, Any], advantage: float):
     apprentice = Apprentice(Bandit(), terms)
     apprentice.step()  # away from the reference
     assert gradient_norm(apprentice, advantage=advantage) > 0.01

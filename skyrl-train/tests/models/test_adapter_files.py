@@ -16,13 +16,13 @@ from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.models.adapter_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
-    adapter_tensors,
+    gather_adapter_tensors,
     read_adapter,
     save_adapter,
     write_adapter_version,
 )
 from skyrl_train.models.causal_lm import load_causal_lm
-from skyrl_train.models.lora import adapters_of, add_adapters
+from skyrl_train.models.lora import add_adapters, find_adapters
 from skyrl_train.weight_sync.base import LoraLoadRequest
 from skyrl_train.weight_sync.fingerprint import differences, fingerprints_of
 
@@ -36,25 +36,25 @@ def adapted(path: str, **config) -> PreTrainedModel:
     add_adapters(model, LoRAConfig(**{"rank": 4, "alpha": 8, **config}))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for adapter in adapters_of(model):
+        for adapter in find_adapters(model):
             for matrix in adapter.matrices.values():
                 matrix.add_(torch.randn(matrix.shape, generator=generator) * 0.1)
     return model
 
 
-def test_returned_tensors_equal_the_file_in_the_engines_dtype(tiny_model, tmp_path):
+def test_returned_tensors_equal_file_in_engine_dtype(tiny_model, tmp_path):
     model = adapted(tiny_model)
     written = write_adapter_version(model, tmp_path, 1, torch.bfloat16, rank=0)
     file = load_file(tmp_path / "1" / WEIGHTS_FILE)
     assert {tensor.dtype for tensor in file.values()} == {torch.bfloat16}
-    assert file.keys() == written.keys() == dict(adapter_tensors(model, torch.bfloat16)).keys()
+    assert file.keys() == written.keys() == dict(gather_adapter_tensors(model, torch.bfloat16)).keys()
     assert all(torch.equal(file[name], tensor) for name, tensor in written.items())
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
-    up_proj = next(adapter for adapter in adapters_of(model) if adapter.layer == "model.layers.1.mlp.up_proj")
+    up_proj = next(adapter for adapter in find_adapters(model) if adapter.layer == "model.layers.1.mlp.up_proj")
     assert torch.equal(file[name], up_proj.b.detach().bfloat16())
 
 
-def test_written_tensors_are_no_views_of_trained_weights(tiny_model, tmp_path):
+def test_exported_tensors_are_not_views_of_trained_weights(tiny_model, tmp_path):
     model = adapted(tiny_model)
     written = write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_written_tensors_are_no_views_of_trained_weights(tiny_model, tmp_path):
     assert all(tensor.abs().max() > 0 for tensor in written.values())
 
 
-def test_the_last_two_versions_stay(tiny_model, tmp_path):
+def test_last_two_versions_are_kept(tiny_model, tmp_path):
     """Also where the numbers have more digits: 10 comes after 9. What is no version is left alone."""
     model = adapted(tiny_model)
     (tmp_path / "notes").mkdir()
@@ -74,7 +74,7 @@ def test_the_last_two_versions_stay(tiny_model, tmp_path):
     assert files == [CONFIG_FILE, WEIGHTS_FILE]
 
 
-def test_writer_that_dies_halfway_leaves_no_adapter_or_the_one_before(tiny_model, tmp_path, monkeypatch):
+def test_crashed_writer_leaves_previous_adapter_or_none(tiny_model, tmp_path, monkeypatch):
     model = adapted(tiny_model)
     fsync = os.fsync
 
@@ -95,27 +95,27 @@ def test_writer_that_dies_halfway_leaves_no_adapter_or_the_one_before(tiny_model
 
 
 @pytest.mark.parametrize("init_method", ["pissa", "pissa_niter_4", "olora"])
-def test_adapters_that_began_by_changing_the_model_are_refused(tiny_model, tmp_path, init_method):
+def test_adapters_with_weight_modifying_init_are_rejected(tiny_model, tmp_path, init_method):
     model = adapted(tiny_model, init_method=init_method)
     with pytest.raises(ConfigError, match=f"init_method='{init_method}', which moves a part of the model's weights"):
         write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
 
 
 @pytest.mark.parametrize("init_method", ["kaiming", "gaussian", "orthogonal"])
-def test_the_native_engine_takes_what_was_written(tiny_model, tmp_path, init_method):
+def test_native_engine_loads_written_adapter(tiny_model, tmp_path, init_method):
     """The layer of every adapter, alpha / rank = 2."""
     model = adapted(tiny_model, init_method=init_method)
     write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
     layers = read_lora(str(tmp_path / "1"), base, max_rank=4)
-    assert set(layers) == {adapter.layer for adapter in adapters_of(model)}
-    for adapter in adapters_of(model):
+    assert set(layers) == {adapter.layer for adapter in find_adapters(model)}
+    for adapter in find_adapters(model):
         assert layers[adapter.layer].scaling == 2.0
         assert torch.equal(layers[adapter.layer].a, adapter.a)
         assert torch.equal(layers[adapter.layer].b, adapter.b)
 
 
-async def test_an_engine_answers_with_the_policys_adapters_and_proves_it(chat_model, tmp_path):
+async def test_engine_matches_policy_after_verified_adapter_sync(chat_model, tmp_path):
     """A sync of adapters alone: written, loaded, fingerprints compared; then log-probs are the policy's."""
     model = adapted(chat_model)
     written = write_adapter_version(model, tmp_path, 7, torch.float32, rank=0)
@@ -140,7 +140,7 @@ async def test_an_engine_answers_with_the_policys_adapters_and_proves_it(chat_mo
     )
 
 
-def test_a_checkpoints_adapter_names_its_model_and_stays_in_float32(tiny_model, tmp_path):
+def test_checkpoint_adapter_names_base_model_and_is_float32(tiny_model, tmp_path):
     save_adapter(adapted(tiny_model), tmp_path / "adapter", "some/model")
     assert json.loads((tmp_path / "adapter" / CONFIG_FILE).read_text())["base_model_name_or_path"] == "some/model"
     tensors = load_file(tmp_path / "adapter" / WEIGHTS_FILE).values()

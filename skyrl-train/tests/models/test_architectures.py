@@ -11,8 +11,8 @@ from skyrl_train.config import LoRAConfig, SkyRLConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_causal_lm
-from skyrl_train.models.lora import adapters_of, add_adapters, exported_parameters
-from skyrl_train.models.scoring import ScoringModel, use_attention
+from skyrl_train.models.lora import add_adapters, find_adapters, gather_exported_parameters
+from skyrl_train.models.scoring import ScoringModel, set_attention
 from skyrl_train.models.scoring_check import check_scoring
 from skyrl_train_testing.architectures import ARCHITECTURES, page
 
@@ -67,7 +67,7 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("name", EACH)
-def test_log_probs_and_gradients_are_those_of_transformers_in_any_layout(name, packing, folder_of):
+def test_log_probs_and_gradients_match_transformers_in_all_layouts(name, packing, folder_of):
     whole = hf.AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
     expected = reference(whole)
     gradients = gradients_of(expected, whole)
@@ -88,33 +88,33 @@ def test_log_probs_and_gradients_are_those_of_transformers_in_any_layout(name, p
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_adapters_stand_on_the_layers_of_the_table_and_are_merged_exactly(name, folder_of):
+def test_adapters_target_listed_layers_and_merge_exactly(name, folder_of):
     inner = load_causal_lm(folder_of(name), device=CPU)
     add_adapters(inner, LoRAConfig(rank=2, alpha=4))
-    layers = {adapter.layer for adapter in adapters_of(inner)}
+    layers = {adapter.layer for adapter in find_adapters(inner)}
     assert not [layer for layer in layers if "vision" in layer or "visual" in layer]
     of_attention = {layer for layer in layers if "attn" in layer}
     of_mlp = {layer for layer in layers if ".mlp." in layer and not layer.endswith("shared_expert_gate")}
     assert of_attention and all("shared_expert_gate" in layer for layer in layers - of_attention - of_mlp)
     assert bool(of_mlp) == ARCHITECTURES[name].adapters.startswith("attention, MLP")
-    for adapter in adapters_of(inner):
+    for adapter in find_adapters(inner):
         torch.nn.init.normal_(adapter.b, std=0.2)
     sequences, mask, num_response = make_batch()
     model = ScoringModel(inner, chunk_size=32)
     log_probs = model(sequences, mask, num_response, TEMPERATURE).log_probs
     log_probs.sum().backward()
-    assert all(adapter.a.grad is not None and adapter.a.grad.any() for adapter in adapters_of(inner))
+    assert all(adapter.a.grad is not None and adapter.a.grad.any() for adapter in find_adapters(inner))
     merged = hf.AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
     before = reference(merged).detach()
-    merged.load_state_dict(dict(exported_parameters(inner)), strict=False)
+    merged.load_state_dict(dict(gather_exported_parameters(inner)), strict=False)
     expected = reference(merged).detach()
     assert (expected - before).abs().max() > 0.1
     torch.testing.assert_close(log_probs.detach(), expected, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed", "megatron"])
-def test_training_backends_take_the_models_of_the_table_and_refuse_the_others_by_name(strategy):
-    check, policy = TrainingBackendRegistry.requirements(strategy).check_model_config, SkyRLConfig().trainer.policy
+def test_backends_accept_listed_models_and_reject_others(strategy):
+    check, policy = TrainingBackendRegistry.get_requirements(strategy).check_model_config, SkyRLConfig().trainer.policy
     for architecture in ARCHITECTURES.values():
         config = architecture.make_config()
         if strategy != "megatron" or architecture.megatron:
@@ -124,14 +124,14 @@ def test_training_backends_take_the_models_of_the_table_and_refuse_the_others_by
                 check(config, policy, "trainer.policy")
 
 
-def test_quantized_weights_are_refused_with_the_way_out(tmp_path: Path):
+def test_quantized_weights_error_suggests_fix(tmp_path: Path):
     config = hf.GptOssConfig(quantization_config={"quant_method": "mxfp4"})
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot be trained: its weights are quantized \(mxfp4\).*Mxfp4Config"):
         load_causal_lm(str(tmp_path), device=CPU)
 
 
-def test_the_documented_table_is_that_of_the_tests():
+def test_documented_table_matches_tests():
     """`python -m skyrl_train_testing.architectures > docs/models.md` makes it anew."""
     assert (Path(__file__).parents[3] / "docs" / "models.md").read_text() == page()
 
@@ -142,6 +142,6 @@ class _TwoRanks:
     def check_heads(self, num_heads: int) -> None: ...
 
 
-def test_linear_attention_over_several_ranks_is_refused():
+def test_linear_attention_rejects_sequence_parallelism():
     with pytest.raises(ConfigError, match=r"sequence_parallel_size=2 cannot go with qwen3_5_text.*Set it to 1"):
-        use_attention(ARCHITECTURES["qwen3_5"].build(), True, _TwoRanks())  # pyright: ignore[reportArgumentType]
+        set_attention(ARCHITECTURES["qwen3_5"].build(), True, _TwoRanks())  # pyright: ignore[reportArgumentType]

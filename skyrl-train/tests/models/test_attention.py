@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from skyrl_train.models import cpu_attention
-from skyrl_train.models.attention import _varlen_attention, packed_attention
+from skyrl_train.models.attention import _select_varlen_attention, packed_attention
 from skyrl_train.models.packing import PackedRows
 
 HEADS, SIZE = 4, 8
@@ -40,7 +40,7 @@ def with_a_mask(query, key, value, lengths, scaling, window, softcap=None, sinks
 @pytest.mark.parametrize("lengths", [(7,), (5, 5, 5), (9, 8, 3, 2, 2, 1), (1, 1), (2, 9)], ids=str)
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_each_row_sees_itself_and_not_the_future(lengths, key_heads, window):
+def test_attention_is_causal_within_each_row(lengths, key_heads, window):
     inputs = make_inputs(sum(lengths), key_heads)
     ours, weights = packed_attention(
         nn.Identity(), *inputs, None, packed_rows=rows_of(lengths), scaling=0.3, sliding_window=window
@@ -56,7 +56,7 @@ def test_each_row_sees_itself_and_not_the_future(lengths, key_heads, window):
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_bfloat16_with_few_keys_has_the_bits_of_the_kernel_and_gradients_of_float32(window, autocast, monkeypatch):
+def test_bfloat16_short_rows_match_kernel_bits_and_float32_gradients(window, autocast, monkeypatch):
     lengths = (9, 8, 2)
     inputs = [x.detach().bfloat16().requires_grad_() for x in make_inputs(sum(lengths), 2)]
     direction = torch.randn((1, sum(lengths), HEADS, SIZE), generator=torch.Generator().manual_seed(1))
@@ -81,7 +81,7 @@ def test_bfloat16_with_few_keys_has_the_bits_of_the_kernel_and_gradients_of_floa
 
 
 @pytest.mark.parametrize("window", [1, 100, 511, 512, 600])
-def test_a_window_over_rows_of_several_blocks(window):
+def test_sliding_window_spans_several_blocks(window):
     inputs = make_inputs(1300, 2)
     ours, _ = packed_attention(
         nn.Identity(), *inputs, None, packed_rows=rows_of((1200, 100)), scaling=0.3, sliding_window=window
@@ -115,13 +115,13 @@ def test_capped_scores_and_sinks(lengths, window, softcap, has_sinks):
 
 
 @pytest.mark.parametrize("argument", [{"position_bias": torch.ones(1)}, {"dropout": 0.1}])
-def test_unknown_arguments_are_refused(argument):
+def test_unknown_arguments_are_rejected(argument):
     inputs = make_inputs(3, 4)
     with pytest.raises(ValueError, match=f"Identity needs attention with {next(iter(argument))}"):
         packed_attention(nn.Identity(), *inputs, None, packed_rows=rows_of((3,)), scaling=0.3, **argument)
 
 
-def test_missing_rows_are_refused_so_that_padding_is_never_attended():
+def test_missing_row_lengths_are_rejected():
     with pytest.raises(ValueError, match="packed_rows"):
         packed_attention(nn.Identity(), *make_inputs(3, 4), None, scaling=0.3, position_ids=torch.arange(3))
 
@@ -130,7 +130,7 @@ def test_missing_rows_are_refused_so_that_padding_is_never_attended():
 @pytest.mark.parametrize("window", [None, 3, 40])
 @pytest.mark.parametrize("key_heads", [4, 2])
 def test_kernels_for_rows_of_different_lengths_agree_with_single_rows(window, key_heads):
-    assert _varlen_attention("cuda", torch.bfloat16) is not None
+    assert _select_varlen_attention("cuda", torch.bfloat16) is not None
     lengths = (70, 33, 1)
     inputs = [x.detach().to("cuda", torch.bfloat16) for x in make_inputs(sum(lengths), key_heads)]
     rows = rows_of(lengths, "cuda")
@@ -139,7 +139,7 @@ def test_kernels_for_rows_of_different_lengths_agree_with_single_rows(window, ke
     torch.testing.assert_close(ours.float().cpu(), expected, atol=2e-2, rtol=2e-2)
 
 
-def test_a_window_is_one_kernel_a_block_of_queries(monkeypatch: pytest.MonkeyPatch):
+def test_sliding_window_calls_kernel_once_per_query_block(monkeypatch: pytest.MonkeyPatch):
     """3 blocks of 512 queries, each with the keys in its reach: no mask of 1,100 by 1,100."""
     seen, attend = [], F.scaled_dot_product_attention
 

@@ -5,12 +5,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.causal_lm import attention_implementation, load_causal_lm
+from skyrl_train.models.causal_lm import load_causal_lm, select_attention_implementation
 
 CPU = torch.device("cpu")
 
 
-def test_dropout_is_off_in_modules_and_in_attention(tmp_path):
+def test_dropout_is_disabled_in_modules_and_attention(tmp_path):
     """Dropout would make the log-probs of a training forward differ from the rollout's."""
     GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, attn_pdrop=0.5)).save_pretrained(tmp_path)
     model = load_causal_lm(str(tmp_path), device=CPU)
@@ -19,18 +19,18 @@ def test_dropout_is_off_in_modules_and_in_attention(tmp_path):
     assert torch.equal(model(ids).logits, model(ids).logits)
 
 
-def test_a_field_the_config_does_not_have_is_refused(tiny_model: str):
+def test_unknown_config_field_is_rejected(tiny_model: str):
     assert load_causal_lm(tiny_model, device=CPU, config_overrides={"rms_norm_eps": 0.5}).config.rms_norm_eps == 0.5
     with pytest.raises(ConfigError, match=r"model_config_kwargs\.rope_thetaa"):
         load_causal_lm(tiny_model, device=CPU, config_overrides={"rope_thetaa": 1.0})
 
 
-def test_model_uses_its_own_attention_without_flash_attn(tiny_model: str):
+def test_model_uses_builtin_attention_without_flash_attn(tiny_model: str):
     assert load_causal_lm(tiny_model, device=CPU, flash_attn=False).config._attn_implementation == "eager"
-    assert attention_implementation(True, CPU) == "sdpa"
+    assert select_attention_implementation(True, CPU) == "sdpa"
 
 
-def test_padded_rows_of_a_model_without_fused_attention_take_the_eager_one(tmp_path):
+def test_padded_rows_use_eager_attention_without_fused_kernel(tmp_path):
     config = GptOssConfig(
         vocab_size=16,
         hidden_size=16,

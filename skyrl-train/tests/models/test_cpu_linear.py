@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from skyrl_train.models.cpu_linear import OneDnnLinear, use_onednn_linear
+from skyrl_train.models.cpu_linear import OneDnnLinear, enable_onednn_linear
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(5, 24), (2, 3, 24), (1, 1, 24), (2, 60, 24)])
-def test_outputs_and_gradients_are_those_of_the_layer_replaced(shape, bias):
+def test_outputs_and_gradients_match_replaced_layer(shape, bias):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 40, bias=bias), nn.SiLU(), nn.Linear(40, 8, bias=bias))
     inputs = torch.randn(shape, requires_grad=True)
     results = []
-    for change in (lambda _: None, use_onednn_linear):
+    for change in (lambda _: None, enable_onednn_linear):
         change(model)
         model.zero_grad()
         inputs.grad = None
@@ -27,25 +27,25 @@ def test_outputs_and_gradients_are_those_of_the_layer_replaced(shape, bias):
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
 
 
-def test_a_frozen_layer_passes_gradients_on():
+def test_frozen_layer_propagates_gradients():
     layer = nn.Sequential(nn.Linear(4, 3, bias=False))
-    use_onednn_linear(layer)
+    enable_onednn_linear(layer)
     layer.requires_grad_(False)
     inputs = torch.ones(2, 4, requires_grad=True)
     layer(inputs).sum().backward()
     torch.testing.assert_close(inputs.grad, layer[0].weight.sum(dim=0).expand(2, 4))
 
 
-def test_other_devices_compute_as_before():
+def test_other_devices_are_unchanged():
     model = nn.Sequential(nn.Linear(8, 3, bias=False))
-    use_onednn_linear(model)
+    enable_onednn_linear(model)
     assert model.to("meta")(torch.empty(2, 8, device="meta")).shape == (2, 3)  # oneDNN would refuse it
 
 
-def test_bfloat16_is_computed_as_before():
+def test_bfloat16_result_is_unchanged():
     layer = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
     inputs = torch.randn(3, 8, dtype=torch.bfloat16)
     expected = layer(inputs)
     model = nn.Sequential(layer)
-    use_onednn_linear(model)
+    enable_onednn_linear(model)
     assert torch.equal(model(inputs), expected)

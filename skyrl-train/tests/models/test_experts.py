@@ -6,7 +6,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from skyrl_train.models.causal_lm import load_causal_lm
-from skyrl_train.models.experts import RouterStatistics, auxiliary_loss
+from skyrl_train.models.experts import RouterStatistics, compute_auxiliary_loss
 from skyrl_train.models.scoring import ScoringModel
 
 EXPERTS, CHOSEN = 4, 2
@@ -33,23 +33,23 @@ def make_model(kind: str = "qwen3"):
     )
 
 
-def test_two_tokens_and_two_experts_by_hand():
+def test_two_tokens_and_two_experts_match_manual_result():
     # Both tokens go to expert 0, with probability 3/4 and 1/4 on average: 2 * (1 * 3/4 + 0 * 1/4).
     statistics = RouterStatistics(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.5, 0.5]]), 2)
-    assert auxiliary_loss(statistics) == pytest.approx(1.5)
+    assert compute_auxiliary_loss(statistics) == pytest.approx(1.5)
     # As many tokens that do the opposite: evenly used, and the loss of one expert a token is 1.
     opposite = RouterStatistics(torch.tensor([[0.0, 2.0]]), torch.tensor([[0.5, 1.5]]), 2)
-    assert auxiliary_loss(statistics + opposite) == pytest.approx(1.0)
+    assert compute_auxiliary_loss(statistics + opposite) == pytest.approx(1.0)
 
 
-def test_no_token_gives_zero_not_nan():
-    assert auxiliary_loss(RouterStatistics(torch.zeros(1, 2), torch.zeros(1, 2), 0)) == 0.0
+def test_router_loss_of_empty_batch_is_zero():
+    assert compute_auxiliary_loss(RouterStatistics(torch.zeros(1, 2), torch.zeros(1, 2), 0)) == 0.0
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_sums_over_micro_batches_give_the_loss_of_the_whole_batch(kind, packing, gradient_checkpointing, ragged):
+def test_router_loss_sums_over_micro_batches_to_full_batch(kind, packing, gradient_checkpointing, ragged):
     model = make_model(kind).train()
     words = torch.where(ragged.mask == 1, ragged.sequences, 0)
     positions = (ragged.mask.cumsum(1) - 1).clamp(min=0)
@@ -68,10 +68,10 @@ def test_sums_over_micro_batches_give_the_loss_of_the_whole_batch(kind, packing,
     assert total is not None
     assert total.num_tokens == int(ragged.mask.sum())
     assert total.counts.sum() == CHOSEN * len(logits) * total.num_tokens
-    assert auxiliary_loss(total) == pytest.approx(expected.item(), rel=1e-5)
+    assert compute_auxiliary_loss(total) == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_packed_scores_of_a_mixture_of_experts_are_those_of_padded_rows(ragged):
+def test_packed_moe_scores_match_padded_rows(ragged):
     results = []
     for packing in (True, False):
         model = make_model()
@@ -82,6 +82,6 @@ def test_packed_scores_of_a_mixture_of_experts_are_those_of_padded_rows(ragged):
         torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_a_model_without_experts_has_no_statistics(tiny_model: str, ragged):
+def test_dense_model_has_no_expert_statistics(tiny_model: str, ragged):
     model = load_causal_lm(tiny_model, device=torch.device("cpu"))
     assert ScoringModel(model)(*ragged, 1.0).router is None

@@ -8,7 +8,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_train.kept_tokens import KeptTokens, pad_kept_tokens
 from skyrl_train.models.scoring import ScoringModel
-from skyrl_train.models.token_log_probs import KeptIds, LogitRule, candidate_log_probs
+from skyrl_train.models.token_log_probs import KeptIds, LogitRule, compute_candidate_log_probs
 
 FOUR = [0.5, 0.25, 0.15, 0.1]
 NUM_TOKENS, HIDDEN, WORDS = 13, 6, 29
@@ -33,9 +33,9 @@ def kept_ids(sets: list[list[int]]) -> KeptIds:
         ([2], 2, 1.0),
     ],
 )
-def test_log_prob_and_entropy_over_kept_tokens_of_four(kept: list[int], token: int, probability: float):
+def test_log_prob_and_entropy_over_truncated_vocabulary(kept: list[int], token: int, probability: float):
     hidden, weight = torch.tensor([[1.0]]), torch.tensor(FOUR).log()[:, None]
-    log_probs, entropy, _ = candidate_log_probs(
+    log_probs, entropy, _ = compute_candidate_log_probs(
         hidden, weight, torch.tensor([token]), None, with_entropy=True, kept=kept_ids([kept])
     )
     assert log_probs.item() == pytest.approx(math.log(probability), abs=1e-6)
@@ -44,7 +44,7 @@ def test_log_prob_and_entropy_over_kept_tokens_of_four(kept: list[int], token: i
     assert entropy.item() == pytest.approx(-sum(p * math.log(p) for p in shares), abs=1e-6)
 
 
-def test_policy_gradient_of_a_truncated_policy_needs_its_own_log_probs():
+def test_truncated_policy_gradient_requires_truncated_log_probs():
     """Policy with logits ln FOUR draws tokens 0 and 1 with 2/3 and 1/3; the reward is 1 for token 0. By hand:
 
     d E[r] / dz = p0 (r0 - E[r]), p1 (r1 - E[r]) = 2/9, -2/9, 0, 0                over kept tokens
@@ -54,7 +54,7 @@ def test_policy_gradient_of_a_truncated_policy_needs_its_own_log_probs():
     gradients = []
     for kept in ([0, 1], []):
         logits = torch.tensor(FOUR).log()[:, None].requires_grad_()
-        log_probs, *_ = candidate_log_probs(
+        log_probs, *_ = compute_candidate_log_probs(
             torch.ones(2, 1), logits, torch.tensor([0, 1]), None, kept=kept_ids([kept] * 2)
         )
         (drawn_from * rewards * log_probs).sum().backward()
@@ -81,9 +81,9 @@ def inputs(dtype: torch.dtype, num_tokens: int = NUM_TOKENS):
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 1000])
 @pytest.mark.parametrize("rule", RULES)
-def test_chunks_give_the_gradients_of_a_whole_truncated_softmax(chunk_size: int, rule: LogitRule):
+def test_chunked_gradients_match_full_truncated_softmax(chunk_size: int, rule: LogitRule):
     hidden, weight, bias, labels, sets = inputs(torch.float32)
-    ours = candidate_log_probs(
+    ours = compute_candidate_log_probs(
         hidden,
         weight,
         labels,
@@ -115,11 +115,11 @@ def test_chunks_give_the_gradients_of_a_whole_truncated_softmax(chunk_size: int,
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_compiled_chunks_give_the_same_over_kept_tokens():
+def test_compiled_chunks_match_eager_over_kept_tokens():
     hidden, weight, bias, labels, sets = inputs(torch.float32)
     results = []
     for compile in (False, True):
-        log_probs, entropy, _ = candidate_log_probs(
+        log_probs, entropy, _ = compute_candidate_log_probs(
             hidden,
             weight,
             labels,
@@ -137,7 +137,7 @@ def test_compiled_chunks_give_the_same_over_kept_tokens():
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_kept_tokens_of_a_batch_belong_to_their_response_tokens(packing: bool, ragged):
+def test_kept_tokens_align_with_response_tokens(packing: bool, ragged):
     """Rows of different lengths, with sets of different sizes: each token's log-prob is that of its own set, computed
     from the log-probs of the whole vocabulary."""
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=8)

@@ -57,7 +57,7 @@ def step(model: ScoringModel, batch: Any, **options: Any) -> tuple[Any, list[tor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_replay_of_a_models_own_routes_changes_no_bit_of_scores_and_gradients(family: str, ragged: Any):
+def test_replaying_own_routes_is_bit_exact(family: str, ragged: Any):
     model = scoring(make_model(family))
     recorded, expected = step(model, ragged, record_routes=True)
     assert model.routing_replay is not None
@@ -77,9 +77,7 @@ def test_replay_of_a_models_own_routes_changes_no_bit_of_scores_and_gradients(fa
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("packing", [True, False])
-def test_other_routes_are_taken_also_where_the_backward_computes_layers_again(
-    ragged: Any, packing: bool, reentrant: bool | None
-):
+def test_foreign_routes_are_replayed_in_recomputed_layers(ragged: Any, packing: bool, reentrant: bool | None):
     """Routes of another model: the backward of each checkpointed layer must take them as its forward did, and a router
     learns through the experts that were replayed."""
     other = scoring(make_model(initializer_range=0.5))
@@ -104,7 +102,7 @@ def test_other_routes_are_taken_also_where_the_backward_computes_layers_again(
     assert first.tolist() == torch.bincount(real[:, 0].flatten().long(), minlength=EXPERTS).tolist()
 
 
-def test_a_position_without_a_route_is_routed_by_the_model(ragged: Any):
+def test_position_without_route_is_routed_by_model(ragged: Any):
     model = scoring(make_model())
     own = model(*ragged, 1.0, record_routes=True)
     routes = own.routes.clone()
@@ -122,7 +120,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("packing", [True, False])
-def test_routes_of_another_place_are_seen_in_the_scores(ragged: Any, make_batch: Any, packing: bool, fault: str):
+def test_misplaced_routes_change_scores(ragged: Any, make_batch: Any, packing: bool, fault: str):
     batch = make_batch([(6, 7)] * 4)  # rows of one length, so that every place has a route in all faults
     model = scoring(make_model(), packing)
     own = model(*batch, 1.0, record_routes=True)
@@ -140,7 +138,7 @@ def test_routes_of_another_place_are_seen_in_the_scores(ragged: Any, make_batch:
         (lambda routes: routes + 8, "must be from 0 to 7; got"),
     ],
 )
-def test_routes_of_another_model_are_refused(ragged: Any, change: Any, message: str):
+def test_routes_of_other_model_are_rejected(ragged: Any, change: Any, message: str):
     model = scoring(make_model())
     assert model.routing_replay is not None
     routes = model(*ragged, 1.0, record_routes=True).routes
@@ -149,14 +147,14 @@ def test_routes_of_another_model_are_refused(ragged: Any, change: Any, message: 
         model.routing_replay.shape.check(change(routes))
 
 
-def test_a_model_without_experts_is_refused():
+def test_dense_model_is_rejected():
     sizes: dict[str, Any] = {name: size for name, size in _SIZES.items() if name != "num_experts_per_tok"}
     config = transformers.Qwen3Config(**sizes, head_dim=8)
     with pytest.raises(ConfigError, match="routing_replay=R2 needs a mixture of experts"):
         scoring(transformers.Qwen3ForCausalLM(config))
 
 
-def test_shapes_are_found_without_weights():
+def test_shapes_are_computed_without_weights():
     name, own = FAMILIES["deepseek_v3"]
     with torch.device("meta"):
         model: Any = getattr(transformers, f"{name}ForCausalLM")(

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_train.config import FSDPConfig
-from skyrl_train.distributed.process_group import make_mesh
+from skyrl_train.distributed.process_group import build_mesh
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_causal_lm
@@ -59,13 +59,13 @@ def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
     ],
     ids=lambda changes: ",".join(changes) or "plain",
 )
-def test_scores_and_gradients_are_those_of_each_row_alone(changes):
+def test_batched_scores_and_gradients_match_single_rows(changes):
     check_model_forward(make_model(**changes), scoring=partial(ScoringModel, chunk_size=4))
 
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("lengths", [[(3, 0), (6, 0)], [(0, 0), (0, 0)]], ids=["prompts only", "nothing at all"])
-def test_a_batch_without_responses_gives_zeros_and_a_gradient_of_zero_everywhere(packing, lengths, make_batch):
+def test_batch_without_responses_gives_zero_scores_and_gradients(packing, lengths, make_batch):
     """Every rank must take part in every backward, whatever its rows are."""
     model = ScoringModel(make_model(), packing=packing)
     ragged = make_batch(lengths)
@@ -76,7 +76,7 @@ def test_a_batch_without_responses_gives_zeros_and_a_gradient_of_zero_everywhere
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_response_without_a_prompt_has_no_score_for_its_first_token(packing, make_batch):
+def test_response_without_prompt_has_no_first_token_score(packing, make_batch):
     """Nothing predicts it; in a packed batch the row before it must not."""
     ragged = make_batch([(6, 7), (0, 3)])
     scores = ScoringModel(make_model(), packing=packing)(*ragged, 1.0)
@@ -85,7 +85,7 @@ def test_a_response_without_a_prompt_has_no_score_for_its_first_token(packing, m
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_forward_without_gradient_gives_the_bits_of_the_training_forward(packing, ragged):
+def test_no_grad_forward_is_bit_exact_with_training_forward(packing, ragged):
     """Only then is the ratio of the first optimizer step exactly 1."""
     model = make_model()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -100,7 +100,7 @@ def test_a_forward_without_gradient_gives_the_bits_of_the_training_forward(packi
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("frozen", [False, True], ids=["all train", "embeddings frozen"])
-def test_gradient_checkpointing_changes_no_gradient(tiny_model: str, packing, use_reentrant, frozen, ragged):
+def test_activation_checkpointing_preserves_gradients(tiny_model: str, packing, use_reentrant, frozen, ragged):
     gradients = []
     for checkpointing in (False, True):
         model = load_causal_lm(
@@ -114,7 +114,7 @@ def test_gradient_checkpointing_changes_no_gradient(tiny_model: str, packing, us
     assert any(gradient.any() for gradient in gradients[0])
 
 
-def test_neither_all_logits_nor_a_mask_of_all_tokens_are_ever_made(watch_tensors):
+def test_full_logits_and_full_mask_are_never_allocated(watch_tensors):
     """32 rows of 64 tokens: N = 2,048; logits would have N V = 4 million elements, a mask N N as many."""
     words, num_tokens = 2000, 32 * 64
     model = ScoringModel(make_model(vocab_size=words, hidden_size=16), chunk_size=64)
@@ -128,7 +128,7 @@ def test_neither_all_logits_nor_a_mask_of_all_tokens_are_ever_made(watch_tensors
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize("reshard", [False, True])
-def test_fsdp_gathers_the_output_layer_for_both_passes(
+def test_fsdp_gathers_output_layer_for_forward_and_backward(
     tiny_model: str, group_of_one: None, packing, gradient_checkpointing, reshard, ragged
 ):
     """The chunks of the backward use the weight again, after FSDP has freed and regathered it."""
@@ -138,7 +138,7 @@ def test_fsdp_gathers_the_output_layer_for_both_passes(
         scoring = ScoringModel(model, packing=packing, chunk_size=5)
         if how != "plain":
             config = FSDPConfig(reshard_after_forward=reshard)
-            shard_model(scoring, make_mesh(CPU), config, bf16=how == "bfloat16")
+            shard_model(scoring, build_mesh(CPU), config, bf16=how == "bfloat16")
         scores = scoring(*ragged, TEMPERATURE, with_entropy=True)
         scores.log_probs.sum().backward()
         assert scores.log_probs.dtype == torch.float32
@@ -151,20 +151,20 @@ def test_fsdp_gathers_the_output_layer_for_both_passes(
     assert (results["plain"][0] - results["bfloat16"][0]).abs().max() < 0.2
 
 
-def test_parameters_keep_the_names_that_transformers_gives_them(tiny_model: str):
+def test_parameter_names_match_transformers(tiny_model: str):
     model = load_causal_lm(tiny_model, device=CPU)
     names = [name for name, _ in model.named_parameters()]
     assert [name for name, _ in ScoringModel(model).named_parameters()] == [f"causal_lm.{name}" for name in names]
 
 
-def test_an_output_layer_that_is_not_linear_is_refused(tiny_model: str):
+def test_nonlinear_output_layer_is_rejected(tiny_model: str):
     model = load_causal_lm(tiny_model, device=CPU)
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(ConfigError, match=r"output layer of Qwen3ForCausalLM is a Sequential.*lora\.target_modules"):
         ScoringModel(model)
 
 
-def test_a_saved_model_does_not_name_our_attention(tiny_model: str, tmp_path):
+def test_saved_model_omits_custom_attention_name(tiny_model: str, tmp_path):
     model = load_causal_lm(tiny_model, device=CPU)
     ScoringModel(model).causal_lm.save_pretrained(tmp_path)
     assert "skyrl" not in (tmp_path / "config.json").read_text()

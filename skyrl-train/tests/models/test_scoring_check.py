@@ -54,7 +54,7 @@ EXACT = {
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("name", EXACT)
-def test_models_that_are_computed_exactly_pass(name, packing):
+def test_exactly_supported_models_pass(name, packing):
     model = EXACT[name]()
     model.set_attn_implementation("sdpa")
     check_scoring(ScoringModel(model, packing=packing, chunk_size=4), name)
@@ -76,7 +76,7 @@ def unknown_linear_attention():
         (unknown_linear_attention, "linear_attention", "trainer.use_sample_packing=false"),
     ],
 )
-def test_models_without_packing_are_refused_with_the_remedy(model, problem, advice, caplog):
+def test_models_without_packing_error_suggests_fix(model, problem, advice, caplog):
     with pytest.raises(ConfigError, match=rf"^its-name cannot be trained.*{problem}.*Set {advice}\.$"):
         check_scoring(ScoringModel(model()), "its-name")
 
@@ -87,12 +87,12 @@ def falcon(**settings):
     return model
 
 
-def test_a_model_whose_own_attention_functions_agree_passes():
+def test_model_with_consistent_attention_functions_passes():
     check_scoring(ScoringModel(falcon(alibi=False), packing=False), "falcon")
 
 
 @pytest.mark.parametrize("packing, attention", [(True, "sdpa"), (False, "sdpa"), (False, "eager")])
-def test_a_model_whose_own_attention_functions_disagree_is_refused_whatever_is_set(packing, attention, caplog):
+def test_model_with_inconsistent_attention_is_always_rejected(packing, attention, caplog):
     """transformers' falcon adds alibi twice in eager attention and once in sdpa."""
     model = falcon(alibi=True)
     model.config._attn_implementation_internal = attention
@@ -117,7 +117,7 @@ class AlwaysFused(hf.LlamaForCausalLM):
             layer.self_attn.config._attn_implementation_internal = "sdpa"
 
 
-def test_a_reference_that_calls_a_fused_kernel_is_none():
+def test_model_with_fused_reference_kernel_is_rejected():
     model = build(AlwaysFused, hf.LlamaConfig)
     model.set_attn_implementation("sdpa")
     with pytest.raises(ConfigError, match=r"calls a fused attention kernel .*eager.*Set trainer.flash_attn=false\.$"):
@@ -127,7 +127,7 @@ def test_a_reference_that_calls_a_fused_kernel_is_none():
         check_scoring(ScoringModel(model, packing=False), "fused")
 
 
-def test_kernels_of_extensions_are_seen_as_fused():
+def test_extension_kernels_are_detected_as_fused():
     @torch.library.custom_op("skyrl_test::flash_attn_forward", mutates_args=())
     def kernel(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -137,7 +137,7 @@ def test_kernels_of_extensions_are_seen_as_fused():
     assert fused.calls > 0
 
 
-def test_caps_that_no_layer_asks_for_are_noticed_though_they_would_not_show():
+def test_undeclared_logit_caps_are_detected():
     model = gemma2()
     check_scoring(ScoringModel(model), "gemma2")
     model.config.attn_logit_softcapping = 1e6
@@ -145,14 +145,14 @@ def test_caps_that_no_layer_asks_for_are_noticed_though_they_would_not_show():
         check_scoring(ScoringModel(model), "gemma2")
 
 
-def test_caps_on_padded_rows_need_attention_written_out():
+def test_logit_caps_on_padded_rows_require_eager_attention():
     model = gemma2()
     model.set_attn_implementation("sdpa")
     with pytest.raises(ConfigError, match=r"attn_logit_softcapping=50.0.*Set trainer.flash_attn=false"):
         check_scoring(ScoringModel(model, packing=False), "gemma2")
 
 
-def test_capped_scores_are_computed_by_the_models_own_attention():
+def test_capped_scores_use_model_attention():
     model = gemma2()
     model.set_attn_implementation("eager")
     check_scoring(ScoringModel(model, packing=False), "gemma2")
@@ -167,12 +167,12 @@ class DoubledLogits(hf.LlamaForCausalLM):
         return output
 
 
-def test_logits_that_are_changed_in_a_way_we_do_not_know_are_refused_whatever_is_set():
+def test_unknown_logit_transform_is_always_rejected():
     with pytest.raises(ConfigError, match=r"differ from those of the model's own forward by .*No setting"):
         check_scoring(ScoringModel(build(DoubledLogits, hf.LlamaConfig)), "doubled")
 
 
-def test_windows_that_the_layers_do_not_ask_for_are_noticed_though_the_rows_tried_are_shorter():
+def test_undeclared_sliding_window_is_detected_with_short_rows():
     model = build(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=4096)
     check_scoring(ScoringModel(model), "mistral")
     model.config.sliding_window = None  # the config says one thing; attention layers still read the other
@@ -183,7 +183,7 @@ def test_windows_that_the_layers_do_not_ask_for_are_noticed_though_the_rows_trie
         check_scoring(ScoringModel(model), "mistral")
 
 
-def test_the_check_leaves_the_model_as_it_was(tiny_model: str):
+def test_check_does_not_modify_model(tiny_model: str):
     model = load_causal_lm(tiny_model, device=CPU, gradient_checkpointing=True)
     scoring = ScoringModel(model)
     before = {name: tensor.clone() for name, tensor in scoring.state_dict().items()}
@@ -194,7 +194,7 @@ def test_the_check_leaves_the_model_as_it_was(tiny_model: str):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_critics_are_checked_too(tiny_model: str, packing):
+def test_critics_are_checked(tiny_model: str, packing):
     model = load_value_model(tiny_model, device=CPU, packing=packing)
     check_scoring(model, "critic")
     if packing:

@@ -11,7 +11,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.models import packing
 from skyrl_train.models.attention import packed_attention
 from skyrl_train.models.build import build_model
-from skyrl_train.models.packing import PackedRows, packed, prefix_order
+from skyrl_train.models.packing import PackedRows, compute_prefix_order, pack_rows
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.orchestration.schedule import Schedule
@@ -62,7 +62,7 @@ def learn(scorer: Any, rows: list[tuple[list[int], list[int]]]) -> tuple[list[to
 
 @pytest.mark.parametrize("kind", ["policy", "critic"])
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=list(BATCHES))
-def test_scores_and_gradients_are_those_of_separate_rows(rows: Any, kind: str):
+def test_scores_and_gradients_match_separate_rows(rows: Any, kind: str):
     scores, gradients = learn(model(kind), rows)
     expected_scores, expected_gradients = learn(model(kind, share=False), rows)
     for score, expected in zip(scores, expected_scores, strict=True):
@@ -75,9 +75,9 @@ def test_scores_and_gradients_are_those_of_separate_rows(rows: Any, kind: str):
 
 
 @pytest.mark.parametrize("rows", list(BATCHES.values())[:3], ids=list(BATCHES)[:3])
-def test_micro_batches_of_a_budget_that_counts_prefixes_once_learn_the_same(rows: Any):
+def test_prefix_aware_token_budget_gives_same_update(rows: Any):
     sequences, mask = batch(*rows)
-    order = prefix_order(sequences, mask, NUM_RESPONSE)
+    order = compute_prefix_order(sequences, mask, NUM_RESPONSE)
     lengths = mask.sum(1).tolist()
     schedule = Schedule.of(lengths, [range(len(rows))], 1, micro_batch_size=1, max_tokens=26, prefixes=order)
     weights = torch.arange(1.0, 1 + len(rows) * NUM_RESPONSE).view(len(rows), NUM_RESPONSE)
@@ -95,7 +95,7 @@ def test_micro_batches_of_a_budget_that_counts_prefixes_once_learn_the_same(rows
 
 
 @pytest.mark.parametrize("kind", ["policy", "critic"])
-def test_a_model_computes_a_shared_prompt_once(kind: str):
+def test_shared_prompt_is_computed_once(kind: str):
     """Else equal scores would prove nothing."""
     rows, computed = BATCHES["samples of two prompts"], []
     for share in (True, False):
@@ -109,7 +109,7 @@ def test_a_model_computes_a_shared_prompt_once(kind: str):
 
 @pytest.mark.parametrize(("settings", "shares"), [({}, True), ({"dropout": 0.1}, False)], ids=["adapters", "dropout"])
 @pytest.mark.parametrize("role", ["policy", "critic"])
-def test_rows_that_draw_their_own_dropout_share_nothing(role: Any, settings: Any, shares: bool, tmp_path: Path):
+def test_dropout_disables_prefix_sharing(role: Any, settings: Any, shares: bool, tmp_path: Path):
     build_tiny_qwen3(hidden_size=16, vocab_size=64).save_pretrained(tmp_path)
     section = {"model": {"path": str(tmp_path), "lora": {"rank": 2, **settings}}}
     cfg = SkyRLConfig.from_dict({"trainer": {"policy": {"model": {"path": str(tmp_path)}}, role: section}})
@@ -120,7 +120,7 @@ def test_rows_that_draw_their_own_dropout_share_nothing(role: Any, settings: Any
 
 
 @pytest.mark.parametrize("window", [5, 18])
-def test_a_sliding_window_reaches_into_the_prefix(window: int):
+def test_sliding_window_reaches_into_prefix(window: int):
     sliding = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
     rows = BATCHES["branches"]
     (shared, _), _ = learn(model(**sliding), rows)
@@ -130,8 +130,8 @@ def test_a_sliding_window_reaches_into_the_prefix(window: int):
     assert (shared - unlimited).abs().max() > 1e-3
 
 
-def test_a_prefix_is_laid_out_once():
-    layout = packed(*batch(*BATCHES["samples of two prompts"]), NUM_RESPONSE, share_prefixes=True)
+def test_prefix_is_packed_once():
+    layout = pack_rows(*batch(*BATCHES["samples of two prompts"]), NUM_RESPONSE, share_prefixes=True)
     assert layout.rows is not None and layout.rows.keys is not None
     assert layout.input_ids.shape[1] == len(A) + len(B) + 16
     assert layout.rows.prefixes == (0, 0, 17, 20, 20, 20)
@@ -141,38 +141,38 @@ def test_a_prefix_is_laid_out_once():
     assert sorted(row.tolist() for row in seen) == sorted(rows)
 
 
-def test_the_first_token_of_a_response_is_predicted_by_the_shared_prompt():
-    layout = packed(*batch((A, [40]), (A, [41])), NUM_RESPONSE, share_prefixes=True)
+def test_first_response_token_is_predicted_by_shared_prompt():
+    layout = pack_rows(*batch((A, [40]), (A, [41])), NUM_RESPONSE, share_prefixes=True)
     assert layout.labels.sort().values.tolist() == [40, 41]
     assert layout.input_ids[0, layout.predictors].tolist() == [A[-1], A[-1]]
 
 
 @pytest.mark.parametrize("last", [40, 70])
-def test_prompts_that_hold_the_response_of_another_row_compute_none_of_it_again(last: int):
+def test_prompt_containing_other_response_is_not_recomputed(last: int):
     """Whatever token the first row goes on with: sorted by tokens alone it may stand behind those that branch off."""
     rows = [(C, [40, 41, 42, 43, 44, 45, last]), ([*C, 40, 41, 42, 43, 44, 45, 55], [46]), ([*C, 40, 41, 56, 57], [47])]
-    order = prefix_order(*batch(*rows), NUM_RESPONSE)
+    order = compute_prefix_order(*batch(*rows), NUM_RESPONSE)
     assert (order.rows[0], order.shared) == (0, [0, 17, 0])  # 13 tokens are too short a prefix to be shared
-    layout = packed(*batch(*rows), NUM_RESPONSE, share_prefixes=True)
+    layout = pack_rows(*batch(*rows), NUM_RESPONSE, share_prefixes=True)
     assert layout.input_ids.shape[1] == 18 + 2 + 16
 
 
-def test_short_beginnings_and_responses_are_not_shared():
+def test_short_prefixes_and_responses_are_not_shared():
     header, answer = [30, 2, 3], list(range(5, 12))
     for rows in ([([*header, 5], [6]), ([*header, 7], [8])], [(C, answer), (C, answer)], [(A, []), (B, [])]):
         sequences, mask = batch(*rows)
-        ours, plain = (packed(sequences, mask, NUM_RESPONSE, share_prefixes=share) for share in (True, False))
+        ours, plain = (pack_rows(sequences, mask, NUM_RESPONSE, share_prefixes=share) for share in (True, False))
         assert ours.rows is not None and ours.rows.keys is None
         assert torch.equal(ours.input_ids, plain.input_ids)
 
 
-def test_a_response_is_computed_for_each_row_that_has_it():
+def test_equal_responses_are_computed_per_row():
     """Only prompts are shared: samples of one prompt then attend to keys of one length, in one call."""
-    layout = packed(*batch((A, [40, 41]), (A, [40, 42])), NUM_RESPONSE, share_prefixes=True)
+    layout = pack_rows(*batch((A, [40, 41]), (A, [40, 42])), NUM_RESPONSE, share_prefixes=True)
     assert layout.input_ids.shape[1] == len(A) + 4
 
 
-def test_experts_of_a_mixture_see_every_token():
+def test_moe_experts_see_all_tokens():
     mixture = ScoringModel(build_tiny_mixture(vocab_size=64), share_prefixes=True)
     assert not mixture.share_prefixes
 
@@ -191,15 +191,15 @@ class ManyRanks:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_share_sequences_put_scores_in_their_places(size: int):
+def test_sequence_parallel_scores_are_scattered_to_rows(size: int):
     """A shared token predicts several: each of them has its own value."""
     rows = BATCHES["samples of two prompts"]
     ranks = [ManyRanks(size, rank) for rank in range(size)]
-    layouts = [packed(*batch(*rows), NUM_RESPONSE, each, share_prefixes=True) for each in ranks]  # type: ignore[arg-type]
+    layouts = [pack_rows(*batch(*rows), NUM_RESPONSE, each, share_prefixes=True) for each in ranks]  # type: ignore[arg-type]
     widest = max(len(layout.own) for layout in layouts if layout.own is not None)
     values = []
     for layout in layouts:
-        _, labels = layout.scored(torch.zeros(1, layout.input_ids.numel(), 1))
+        _, labels = layout.select_scored(torch.zeros(1, layout.input_ids.numel(), 1))
         values.append(labels.float())
     slices = [torch.cat([each, each.new_zeros(widest - len(each))]) for each in values]
     for each in ranks:
@@ -207,13 +207,13 @@ def test_ranks_that_share_sequences_put_scores_in_their_places(size: int):
     sequences, mask = batch(*rows)
     expected = (sequences * mask)[:, NUM_PROMPT:].float()
     for layout, own in zip(layouts, values, strict=True):
-        assert torch.equal(layout.place(own), expected)
+        assert torch.equal(layout.scatter_scored(own), expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_for_rows_of_different_lengths_attend_to_prefixes():
-    layout = packed(*batch(*BATCHES["branches"]), NUM_RESPONSE, share_prefixes=True)
+    layout = pack_rows(*batch(*BATCHES["branches"]), NUM_RESPONSE, share_prefixes=True)
     rows = layout.rows
     assert rows is not None and rows.keys is not None
     generator = torch.Generator().manual_seed(0)
@@ -225,7 +225,7 @@ def test_kernels_for_rows_of_different_lengths_attend_to_prefixes():
     torch.testing.assert_close(ours.float().cpu(), expected, atol=3e-2, rtol=3e-2)
 
 
-def test_prefixes_are_found_whatever_the_order_of_rows(monkeypatch: pytest.MonkeyPatch):
+def test_prefixes_are_found_in_any_row_order(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packing, "_SHORTEST_PREFIX", 1)
     generator = torch.Generator().manual_seed(3)
     texts = torch.randint(2, 4, (12, NUM_PROMPT), generator=generator).tolist()
@@ -238,5 +238,5 @@ def test_prefixes_are_found_whatever_the_order_of_rows(monkeypatch: pytest.Monke
         torch.testing.assert_close(shared, separate, atol=1e-6, rtol=1e-6)
         beginnings = {tuple(p[:n]) for p, _ in mixed for n in range(1, len(p) + 1)}
         num_responses = sum(len(response) for _, response in mixed)
-        computed = packed(*batch(*mixed), NUM_RESPONSE, share_prefixes=True).input_ids.numel()
+        computed = pack_rows(*batch(*mixed), NUM_RESPONSE, share_prefixes=True).input_ids.numel()
         assert computed <= len(beginnings) + num_responses, "each beginning of a prompt once"

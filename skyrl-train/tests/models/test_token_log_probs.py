@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from skyrl_train.models.token_log_probs import LogitRule, candidate_log_probs
+from skyrl_train.models.token_log_probs import LogitRule, compute_candidate_log_probs
 
 NUM_TOKENS, HIDDEN, WORDS = 13, 6, 29
 RULES = [LogitRule(), LogitRule(multiplier=0.5), LogitRule(softcap=2.0), LogitRule(multiplier=3.0, softcap=1.5)]
 
 
 def token_log_probs(hidden, weight, labels, **settings):
-    return candidate_log_probs(hidden, weight, labels, None, **settings)[:2]
+    return compute_candidate_log_probs(hidden, weight, labels, None, **settings)[:2]
 
 
 def whole(hidden, weight, labels, bias, temperature, rule):
@@ -34,7 +34,7 @@ def inputs(dtype: torch.dtype, *, with_bias: bool, num_tokens: int = NUM_TOKENS)
     return hidden, weight, labels, bias if with_bias else None
 
 
-def test_a_token_of_two_words_by_hand():
+def test_two_token_vocabulary_matches_manual_result():
     # Logits 0 and ln 3 at temperature 1: probabilities 1/4 and 3/4.
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [math.log(3)]])
     log_probs, entropy = token_log_probs(hidden, weight, torch.tensor([1]), with_entropy=True)
@@ -49,7 +49,7 @@ def test_a_token_of_two_words_by_hand():
 @pytest.mark.parametrize("chunk_size", [1, 4, 13, 1000])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_chunks_give_the_log_probs_entropy_and_gradients_of_whole_logits(chunk_size, with_bias, rule):
+def test_chunked_head_matches_full_logits(chunk_size, with_bias, rule):
     hidden, weight, labels, bias = inputs(torch.float32, with_bias=with_bias)
     parameters = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     ours = token_log_probs(
@@ -67,7 +67,7 @@ def test_chunks_give_the_log_probs_entropy_and_gradients_of_whole_logits(chunk_s
         torch.testing.assert_close(actual, wanted, atol=3e-6, rtol=1e-5)
 
 
-def test_bfloat16_states_get_a_float32_softmax():
+def test_bfloat16_states_use_float32_softmax():
     hidden, weight, labels, _ = inputs(torch.float32, with_bias=False)
     hidden, weight = hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_()
     log_probs, entropy = token_log_probs(hidden, weight, labels, chunk_size=4, with_entropy=True)
@@ -80,7 +80,7 @@ def test_bfloat16_states_get_a_float32_softmax():
     assert (hidden.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
 
 
-def test_the_sum_over_many_chunks_is_not_rounded_to_bfloat16():
+def test_sum_over_chunks_is_not_rounded_to_bfloat16():
     """512 chunks that each add 1/2 - 1/512 to a sum: in bfloat16 it would stop growing on the way."""
     hidden = torch.ones(512, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
@@ -90,7 +90,7 @@ def test_the_sum_over_many_chunks_is_not_rounded_to_bfloat16():
     assert weight.grad[:, 0].tolist() == [256.0, -256.0]
 
 
-def test_asking_for_entropy_changes_no_bit_of_the_log_probs():
+def test_entropy_does_not_change_log_prob_bits():
     hidden, weight, labels, _ = inputs(torch.float32, with_bias=False)
     alone, nothing = token_log_probs(hidden, weight, labels, chunk_size=4)
     beside, _ = token_log_probs(hidden, weight, labels, chunk_size=4, with_entropy=True)
@@ -98,7 +98,7 @@ def test_asking_for_entropy_changes_no_bit_of_the_log_probs():
     assert torch.equal(alone, beside)
 
 
-def test_large_logits_neither_overflow_nor_lose_the_entropy():
+def test_large_logits_keep_finite_log_probs_and_entropy():
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[1e4], [1e4], [-1e4]])
     log_probs, entropy = token_log_probs(hidden, weight, torch.tensor([0]), with_entropy=True)
     assert log_probs.item() == pytest.approx(-math.log(2))
@@ -106,7 +106,7 @@ def test_large_logits_neither_overflow_nor_lose_the_entropy():
     assert entropy.item() == pytest.approx(math.log(2))
 
 
-def test_no_token_at_all_gives_nothing_and_a_gradient_of_zero():
+def test_empty_input_gives_zero_gradient():
     hidden, weight, labels, bias = inputs(torch.float32, with_bias=True, num_tokens=0)
     log_probs, entropy = token_log_probs(hidden, weight, labels, bias=bias, with_entropy=True)
     assert entropy is not None and bias is not None
@@ -116,7 +116,7 @@ def test_no_token_at_all_gives_nothing_and_a_gradient_of_zero():
     assert bias.grad is not None and not bias.grad.any()
 
 
-def test_a_frozen_output_layer_gets_no_gradient_and_passes_one_on():
+def test_frozen_output_layer_propagates_gradient():
     hidden, weight, labels, _ = inputs(torch.float32, with_bias=False)
     weight = weight.detach()
     log_probs, _ = token_log_probs(hidden, weight, labels, chunk_size=4)
@@ -127,7 +127,7 @@ def test_a_frozen_output_layer_gets_no_gradient_and_passes_one_on():
 
 
 @pytest.mark.parametrize("rule", [LogitRule(), LogitRule(softcap=2.0)])
-def test_no_operation_ever_makes_more_than_a_chunk_of_logits(rule, watch_tensors):
+def test_operations_allocate_at_most_single_logit_chunk(rule, watch_tensors):
     num_tokens, chunk_size, words = 200, 10, 1000
     hidden = torch.randn(num_tokens, HIDDEN, requires_grad=True)
     weight = torch.randn(words, HIDDEN, requires_grad=True)
@@ -146,7 +146,7 @@ def test_no_operation_ever_makes_more_than_a_chunk_of_logits(rule, watch_tensors
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_compiled_chunks_give_the_same():
+def test_compiled_chunks_match_eager():
     hidden, weight, labels, bias = inputs(torch.float32, with_bias=True, num_tokens=8)
     assert bias is not None
     results = []

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_value_comes_from_the_hidden_state_before_its_token(tiny_model: str, packing, ragged):
+def test_value_uses_hidden_state_before_token(tiny_model: str, packing, ragged):
     model = load_value_model(tiny_model, device=CPU, packing=packing)
     values = model(*ragged)
     model.backbone.set_attn_implementation("eager")
@@ -27,7 +27,7 @@ def test_a_value_comes_from_the_hidden_state_before_its_token(tiny_model: str, p
     assert values.dtype == torch.float32
 
 
-def test_packed_and_padded_critics_learn_the_same(tiny_model: str, ragged):
+def test_packed_and_padded_critics_give_same_update(tiny_model: str, ragged):
     gradients = []
     for packing in (True, False):
         model = load_value_model(tiny_model, device=CPU, packing=packing).double()
@@ -37,7 +37,7 @@ def test_packed_and_padded_critics_learn_the_same(tiny_model: str, ragged):
     assert gradients[0]["value_head.weight"].any() and gradients[0]["backbone.embed_tokens.weight"].any()
 
 
-def test_the_head_begins_small_and_the_same_for_a_seed(tiny_model: str):
+def test_value_head_init_is_small_and_seeded(tiny_model: str):
     heads = [load_value_model(tiny_model, device=CPU, seed=seed).head.weight for seed in (1, 1, 2)]
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     wide = torch.nn.Module()
@@ -47,7 +47,7 @@ def test_the_head_begins_small_and_the_same_for_a_seed(tiny_model: str):
     assert weight.std().item() == pytest.approx(1 / math.sqrt(10000), rel=0.05)
 
 
-def test_a_head_in_the_checkpoint_is_taken(tiny_model: str, tmp_path: Path):
+def test_value_head_is_loaded_from_checkpoint(tiny_model: str, tmp_path: Path):
     model = load_value_model(tiny_model, device=CPU, head_name="score_of_state", seed=1)
     model.backbone.save_pretrained(tmp_path)
     save_file({"score_of_state.weight": model.head.weight.detach()}, tmp_path / "head.safetensors")
@@ -59,6 +59,6 @@ def test_a_head_in_the_checkpoint_is_taken(tiny_model: str, tmp_path: Path):
     assert list(load_file(tmp_path / "head.safetensors")) == ["score_of_state.weight"]
 
 
-def test_a_name_that_is_taken_is_refused(tiny_model: str):
+def test_duplicate_name_is_rejected(tiny_model: str):
     with pytest.raises(ConfigError, match="value_head_prefix: 'forward' is taken"):
         load_value_model(tiny_model, device=CPU, head_name="forward")

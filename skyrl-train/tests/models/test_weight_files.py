@@ -19,8 +19,8 @@ from skyrl_train.models.weight_files import (
     WeightFiles,
     apply_dtype_plan,
     fill_buffers,
-    placeholders,
-    values_in_forward,
+    load_values_in_forward,
+    use_placeholders,
 )
 from skyrl_train_testing.tiny_models import build_tiny_mixture, build_tiny_qwen3
 
@@ -108,7 +108,7 @@ DAILY = {"qwen3", "qwen3 moe", "gemma3", "deepseek v3"}
 @pytest.mark.parametrize(
     "family", [family if family in DAILY else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 )
-def test_parts_are_those_of_the_whole_model(family: str, load: Any, tmp_path: Path):
+def test_shards_match_whole_model(family: str, load: Any, tmp_path: Path):
     FAMILIES[family]().save_pretrained(tmp_path)
     whole, parts, files = loaded_both_ways(str(tmp_path), load, flash_attn=family not in EAGER)
     weights, shapes = dict(whole.named_parameters()), dict(parts.named_parameters())
@@ -128,11 +128,11 @@ def test_parts_are_those_of_the_whole_model(family: str, load: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("max_numbers", [0, 10**6])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3 moe", "gpt2"])
-def test_block_has_values_in_its_forward_alone_where_memory_is_short(family: str, max_numbers: int, tmp_path: Path):
+def test_block_weights_exist_only_during_forward_in_low_memory_mode(family: str, max_numbers: int, tmp_path: Path):
     FAMILIES[family]().save_pretrained(tmp_path)
     whole, parts, files = loaded_both_ways(str(tmp_path), load_causal_lm)
     ids = torch.arange(2, 12)[None]
-    with torch.no_grad(), values_in_forward(parts, files, max_numbers):
+    with torch.no_grad(), load_values_in_forward(parts, files, max_numbers):
         logits = parts(input_ids=ids, use_cache=False).logits
         tied = parts.lm_head.weight is parts.get_input_embeddings().weight
         assert tied == parts.config.tie_word_embeddings
@@ -146,7 +146,7 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
 
 
-def test_experts_of_a_rank_are_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rank_reads_only_local_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     build_tiny_mixture().save_pretrained(tmp_path)
     model = load_causal_lm(str(tmp_path), device=CPU, with_weights=False)
     files, read = WeightFiles(model, str(tmp_path)), []
@@ -159,14 +159,14 @@ def test_experts_of_a_rank_are_read_alone(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("init_method", ["kaiming", "gaussian", "orthogonal"])
-def test_adapters_begin_as_beside_weights(init_method: str, tiny_model: str):
+def test_adapter_init_matches_fully_loaded_model(init_method: str, tiny_model: str):
     lora = LoRAConfig(rank=4, init_method=init_method)
     whole = load_causal_lm(tiny_model, device=CPU)
     parts = load_causal_lm(tiny_model, device=CPU, with_weights=False)
     torch.manual_seed(0)
     add_adapters(whole, lora)
     torch.manual_seed(0)
-    with placeholders(parts):
+    with use_placeholders(parts):
         add_adapters(parts, lora)
     found = dict(parts.named_parameters())
     files = WeightFiles(parts, tiny_model)
@@ -176,7 +176,7 @@ def test_adapters_begin_as_beside_weights(init_method: str, tiny_model: str):
         assert torch.equal(files.read(name) if name in files else found[name], weight), name
 
 
-def test_weights_that_stay_float32_are_those_of_transformers(tmp_path: Path):
+def test_float32_weights_match_transformers(tmp_path: Path):
     model = build(hf.Qwen2ForCausalLM, hf.Qwen2Config).bfloat16()
     model.save_pretrained(tmp_path)
     kind = type("Strict", (hf.Qwen2ForCausalLM,), {"_keep_in_fp32_modules_strict": {"norm"}})
@@ -214,7 +214,7 @@ def of_integers(weights: dict[str, torch.Tensor]) -> None:
         (of_integers, "model.norm.weight holds numbers of the type I8"),
     ],
 )
-def test_weights_that_cannot_be_read_in_parts_are_named(change: Any, reason: str, tmp_path: Path):
+def test_unshardable_weights_are_named_in_error(change: Any, reason: str, tmp_path: Path):
     build_tiny_qwen3(hidden_size=32, vocab_size=64).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     change(weights)
@@ -223,7 +223,7 @@ def test_weights_that_cannot_be_read_in_parts_are_named(change: Any, reason: str
         WeightFiles(load_causal_lm(str(tmp_path), device=CPU, with_weights=False), str(tmp_path))
 
 
-def test_pickled_and_quantized_weights_are_named(tmp_path: Path):
+def test_pickled_and_quantized_weights_are_named_in_error(tmp_path: Path):
     model = build_tiny_qwen3(hidden_size=32, vocab_size=64)
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")

@@ -174,13 +174,13 @@ class Joins(Draws):
     """A worker that joins the process group of its one rank."""
 
     def join(self) -> int:
-        from skyrl_train.distributed.process_group import free_port, init_process_group
+        from skyrl_train.distributed.process_group import find_free_port, init_process_group
 
         init_process_group(
             rank=0,
             world_size=1,
             master_address="127.0.0.1",
-            master_port=free_port(),
+            master_port=find_free_port(),
             device=torch.device("cpu"),
             timeout_seconds=60.0,
         )

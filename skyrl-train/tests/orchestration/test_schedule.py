@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.models.packing import packed, prefix_order
+from skyrl_train.models.packing import compute_prefix_order, pack_rows
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.training_batch import MicroBatch, TensorBatch, TrainingInputBatch
 
@@ -133,14 +133,14 @@ def test_a_shared_prompt_counts_once_in_a_token_budget(data_parallel_size: int, 
     lengths, rows, max_tokens = mask.sum(1).tolist(), range(len(mask)), 250
     mini_batches = [rows[:20], rows[20:]]
     given: dict[str, Any] = dict(micro_batch_size=1, max_tokens=max_tokens)
-    order = prefix_order(sequences, mask, 20)
+    order = compute_prefix_order(sequences, mask, 20)
     sharing = Schedule.of(lengths, mini_batches, data_parallel_size, prefixes=order, **given)
     apart = Schedule.of(lengths, mini_batches, data_parallel_size, **given)
     for own, of_ranks in zip(mini_batches, counted_rows(sharing), strict=True):
         assert sorted(row for shard in of_ranks for micro in shard for row in micro) == list(own)
     computed = []
     for micros in (micro for of_ranks in counted_rows(sharing) for shard in of_ranks for micro in shard):
-        computed.append(packed(sequences[micros], mask[micros], 20, share_prefixes=True).input_ids.numel())
+        computed.append(pack_rows(sequences[micros], mask[micros], 20, share_prefixes=True).input_ids.numel())
         assert computed[-1] <= max_tokens
     assert sum(computed) < 0.6 * sum(lengths)
     assert len(sharing.whole()[0]) <= 0.7 * len(apart.whole()[0])
@@ -148,10 +148,10 @@ def test_a_shared_prompt_counts_once_in_a_token_budget(data_parallel_size: int, 
 
 def test_ranks_get_nearly_equal_tokens_of_shared_prompts():
     sequences, mask = samples_of_prompts([(64, 8)] * 16, 32)
-    order = prefix_order(sequences, mask, 32)
+    order = compute_prefix_order(sequences, mask, 32)
     schedule = Schedule.of(mask.sum(1).tolist(), [range(128)], 4, micro_batch_size=1, max_tokens=400, prefixes=order)
     loads = [
-        sum(packed(sequences[m], mask[m], 32, share_prefixes=True).input_ids.numel() for m in micros)
+        sum(pack_rows(sequences[m], mask[m], 32, share_prefixes=True).input_ids.numel() for m in micros)
         for micros in counted_rows(schedule)[0]
     ]
     assert max(loads) < 1.2 * min(loads)  # two parts of a group that is divided compute its prompt each
@@ -161,7 +161,7 @@ def test_prompts_that_share_nothing_are_packed_as_without_prefixes():
     sequences, mask = samples_of_prompts([(10 + place, 1) for place in range(40)], 20)
     lengths = mask.sum(1).tolist()
     given: dict[str, Any] = dict(micro_batch_size=1, max_tokens=100)
-    sharing = Schedule.of(lengths, [range(40)], 2, prefixes=prefix_order(sequences, mask, 20), **given)
+    sharing = Schedule.of(lengths, [range(40)], 2, prefixes=compute_prefix_order(sequences, mask, 20), **given)
     apart = Schedule.of(lengths, [range(40)], 2, **given)
     assert counted_rows(sharing) == counted_rows(apart)
 

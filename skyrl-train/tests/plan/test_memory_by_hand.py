@@ -223,7 +223,7 @@ def test_native_prefix_cache_adds_to_running_requests():
 def test_custom_backend_is_not_estimated():
     from skyrl_train.config.training_backends import TrainingBackendRegistry, TrainingBackendTraits
 
-    registration = TrainingBackendRegistry.decorator
+    registration = TrainingBackendRegistry.build_decorator
     registration("plan_test_backend", requires=TrainingBackendTraits())(lambda *_: None)
     try:
         plan = estimate_memory(settings(**{"trainer.strategy": "plan_test_backend"}), {"policy": shape()}, GPU)

@@ -29,7 +29,7 @@ def test_plan_of_published_size_fits_and_is_complete(capsys: pytest.CaptureFixtu
         "keys and values", "answers of full length at once", "time of a step", "published speeds", "cost of the run",
     ):  # fmt: skip
         assert words in text, words
-    assert ("engines are planned as vLLM" in text) != EngineRegistry.requirements("vllm").is_installed
+    assert ("engines are planned as vLLM" in text) != EngineRegistry.get_requirements("vllm").is_installed
 
 
 def test_oversized_run_fits_with_smallest_change(capsys: pytest.CaptureFixture[str]):

@@ -5,7 +5,7 @@ from typing import Any
 from effects import All, Bench, OneChoice, Row, See, Settings, refusal
 from rows_trainer import CRITIC, KL
 
-from skyrl_train.training_backends.deepspeed.engine_settings import settings_of_model
+from skyrl_train.training_backends.deepspeed.engine_settings import build_model_settings
 
 DEEPSPEED = {"trainer.strategy": "deepspeed", "trainer.bf16": True}
 
@@ -15,7 +15,7 @@ def given(*models: str) -> See:
 
     def seen(bench: Bench, settings: Settings) -> Any:
         config = bench.config(settings)
-        return All(*(settings_of_model(config, name) for name in models))
+        return All(*(build_model_settings(config, name) for name in models))
 
     return seen
 

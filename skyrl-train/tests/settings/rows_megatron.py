@@ -46,9 +46,9 @@ def with_mixture(see: See) -> See:
 
 def averages_in_collective(backend: Any) -> bool:
     """(A device that only this function believes in: gloo has no averages.)"""
-    from skyrl_train.training_backends.megatron.optimizer import ddp_config
+    from skyrl_train.training_backends.megatron.optimizer import build_ddp_config
 
-    return ddp_config(backend.trained_megatron.ddp_config, torch.device("cuda")).average_in_collective
+    return build_ddp_config(backend.trained_megatron.ddp_config, torch.device("cuda")).average_in_collective
 
 
 def empties_cache(backend: Any) -> int:

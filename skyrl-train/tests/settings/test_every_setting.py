@@ -14,7 +14,7 @@ import rows_megatron
 import rows_trainer
 from effects import All, Bench, OneChoice, Row
 
-from skyrl_train.config.document import page
+from skyrl_train.config.document import render_page
 from skyrl_train.errors import ConfigError
 
 ROWS = [
@@ -48,7 +48,7 @@ SLOW = re.compile(
         if isinstance(row, Row)
     ],
 )
-def test_setting_has_an_effect(bench: Bench, row: Row) -> None:
+def test_setting_has_effect(bench: Bench, row: Row) -> None:
     given = {**row.given, row.setting: row.value}
     before, after = (comparable(row.see(bench, settings)) for settings in (row.given, given))
     assert all(b != a for b, a in zip(before, after, strict=True)), (
@@ -57,14 +57,14 @@ def test_setting_has_an_effect(bench: Bench, row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if isinstance(row, OneChoice)], ids=lambda row: row.setting)
-def test_setting_of_one_choice_refuses_others(bench: Bench, row: OneChoice) -> None:
+def test_single_choice_setting_rejects_others(bench: Bench, row: OneChoice) -> None:
     with pytest.raises(ConfigError, match=row.setting):
         bench.config({row.setting: row.value})
 
 
-def test_each_setting_has_one_row() -> None:
+def test_settings_have_exactly_one_row() -> None:
     """A new setting brings its proof. (Sections of single environments are skyrl_gym's.)"""
-    supported, _ = page().split("## Settings of other releases")
+    supported, _ = render_page().split("## Settings of other releases")
     names = re.findall(r"^\| `([^`]+)` \|", supported, re.MULTILINE)
     assert len(names) > 250
     own = [name for name in names if not re.fullmatch(r"environment\.skyrl_gym\.\w+\.\w+", name)]
@@ -73,7 +73,7 @@ def test_each_setting_has_one_row() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", [row for row in ROWS if isinstance(row, Row)], ids=lambda row: row.setting)
-def test_row_sees_nothing_where_its_setting_stays(bench: Bench, row: Row) -> None:
+def test_row_shows_no_effect_when_setting_is_unchanged(bench: Bench, row: Row) -> None:
     first = comparable(row.see(bench, row.given))
     bench.forget()
     assert comparable(row.see(bench, row.given)) == first

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config import AlgorithmConfig, SkyRLConfig, compose_config, validate_cfg
-from skyrl_train.config.fingerprint import flat_settings, settings_fingerprint
+from skyrl_train.config.fingerprint import compute_settings_fingerprint, flatten_settings
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry, PolicyLossRegistry
 from skyrl_train_testing.invariances import check_advantage_estimator, check_policy_loss
@@ -63,15 +63,15 @@ def test_settings_of_a_loss_that_is_not_registered_are_unknown():
 
 @pytest.mark.usefixtures("own_algorithm")
 def test_command_line_sets_own_loss_and_what_is_registered_but_unused_changes_no_fingerprint():
-    before = settings_fingerprint(SkyRLConfig())
-    assert "trainer.algorithm.pull.strength" not in flat_settings(SkyRLConfig())
+    before = compute_settings_fingerprint(SkyRLConfig())
+    assert "trainer.algorithm.pull.strength" not in flatten_settings(SkyRLConfig())
     own = ["trainer.algorithm.pull.strength=0.25", *(f"trainer.algorithm.{k}={v}" for k, v in CHOSEN.items())]
     device = ["trainer.placement.device=cpu", "trainer.algorithm.use_kl_loss=false"]
     config = validate_cfg(compose_config([*own, *device]))
     algorithm: Any = config.trainer.algorithm
     assert algorithm.pull.strength == 0.25
-    assert flat_settings(config)["trainer.algorithm.pull.strength"] == 0.25
-    assert settings_fingerprint(config) != before == settings_fingerprint(SkyRLConfig())
+    assert flatten_settings(config)["trainer.algorithm.pull.strength"] == 0.25
+    assert compute_settings_fingerprint(config) != before == compute_settings_fingerprint(SkyRLConfig())
 
 
 @pytest.mark.usefixtures("own_algorithm")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_train.models.build import build_model, gather_parameters, trained_parameters, transformer_of
+from skyrl_train.models.build import build_model, gather_parameters, get_transformer, iter_trained_parameters
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.training_backends.base import RankInfo, Scores, Step, TrainingBackend
@@ -30,7 +30,7 @@ class SGDBackend(TrainingBackend):
 
     @property
     def transformer(self) -> PreTrainedModel:
-        return transformer_of(self.model)
+        return get_transformer(self.model)
 
     def score(self, micro_batch: TrainingInputBatch, *, with_entropy: bool = False) -> Scores:
         sequences, mask = (micro_batch.tensor(name).to(self.device) for name in ("sequences", "attention_mask"))
@@ -57,7 +57,7 @@ class SGDBackend(TrainingBackend):
                 if math.isfinite(norm) and weight.grad is not None:
                     weight -= rate * weight.grad
                 weight.grad = None
-        self.schedule.advance()
+        self.schedule.step()
         return Step(norm, rate, is_skipped=not math.isfinite(norm))
 
     def gather_parameters(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,8 +68,8 @@ class SGDBackend(TrainingBackend):
         self.model.load_state_dict(other.state_dict())
 
     def training_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, weight.detach()) for name, weight in trained_parameters(self.model))
+        return ((name, weight.detach()) for name, weight in iter_trained_parameters(self.model))
 
     def load_training_state(self, files: StateFiles) -> None:
-        for name, weight in trained_parameters(self.model):
+        for name, weight in iter_trained_parameters(self.model):
             weight.data.copy_(files.read(name, weight.shape))

@@ -15,11 +15,11 @@ from skyrl_train_testing.findings import InvarianceError
 
 
 @pytest.mark.parametrize("backend", [FSDP2Backend, SGDBackend])
-def test_backend_keeps_the_invariances(backend: type[TrainingBackend], tiny_model: str):
+def test_backend_passes_invariance_checks(backend: type[TrainingBackend], tiny_model: str):
     check_training_backend(backend, tiny_model)
 
 
-def test_backend_keeps_the_invariances_with_adapters(tiny_model: str):
+def test_backend_passes_invariance_checks_with_adapters(tiny_model: str):
     policy = {
         "model": {"path": tiny_model, "lora": {"rank": 4, "init_method": "orthogonal"}},
         "optimizer_config": {"lr": 1e-2, "max_grad_norm": 0.01, "scheduler": "linear"},
@@ -30,7 +30,7 @@ def test_backend_keeps_the_invariances_with_adapters(tiny_model: str):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_backend_keeps_the_invariances_on_a_gpu(tiny_model: str):
+def test_backend_passes_invariance_checks_on_gpu(tiny_model: str):
     reason = {"agreement": "kernels of a GPU add in another order than those of the model on the CPU"}
     check_training_backend(FSDP2Backend, tiny_model, exempt=reason, device="cuda")
 
@@ -43,7 +43,7 @@ def clipping_each_micro_batch(plant: pytest.MonkeyPatch) -> None:
 
     def backward(backend: FSDP2Backend, loss: torch.Tensor) -> None:
         right(backend, loss)
-        fsdp2.clip_grad_norm(backend._trained_parameters(), 0.05)
+        fsdp2.clip_grad_norm(backend._get_trained_parameters(), 0.05)
 
     plant.setattr(FSDP2Backend, "backward", backward)
 
@@ -111,7 +111,7 @@ def checkpoints_without_optimizer(plant: pytest.MonkeyPatch) -> None:
         (checkpoints_without_optimizer, "deterministic"),
     ],
 )
-def test_check_finds_a_planted_fault(fault: Plant, invariance: str, tiny_model: str, monkeypatch: pytest.MonkeyPatch):
+def test_check_detects_injected_fault(fault: Plant, invariance: str, tiny_model: str, monkeypatch: pytest.MonkeyPatch):
     fault(monkeypatch)
     with pytest.raises(InvarianceError) as caught:
         check_training_backend(FSDP2Backend, tiny_model)

@@ -23,9 +23,7 @@ def write(folder: Path, num_ranks: int = 1) -> list[checkpoint.WrittenFiles]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_ranks_share_the_tensors_and_hash_what_they_wrote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
-):
+def test_ranks_split_tensors_and_hash_written_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int):
     monkeypatch.setattr(checkpoint, "_MAX_FILE_BYTES", 10_000)
     reports = write(tmp_path, num_ranks)
     records = {name: record for report in reports for name, record in report.files.items()}
@@ -42,7 +40,7 @@ def test_ranks_share_the_tensors_and_hash_what_they_wrote(
     files.check_all_read()
 
 
-def test_tensor_that_is_missing_misshapen_or_unknown_is_named(tmp_path: Path):
+def test_missing_misshapen_or_unknown_tensor_is_named(tmp_path: Path):
     write(tmp_path)
     files = StateFiles(tmp_path)
     with pytest.raises(CheckpointError, match=r"does not fit this model: it lacks layer\.9\.weight"):
@@ -76,7 +74,7 @@ def test_disk_error_is_raised_after_all_tensors_were_gathered(tmp_path: Path, mo
     assert taken == list(TENSORS)
 
 
-def test_folder_of_another_release_is_refused_with_the_way_on(tmp_path: Path):
+def test_folder_of_other_release_error_suggests_fix(tmp_path: Path):
     (tmp_path / "old" / "sharded").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"written by an earlier release.*start from the export"):
         StateFiles(tmp_path / "old")
@@ -89,7 +87,7 @@ def test_folder_of_another_release_is_refused_with_the_way_on(tmp_path: Path):
         StateFiles(tmp_path / "nothing")
 
 
-def test_new_rank_draws_other_numbers_than_rank_0(tmp_path: Path):
+def test_new_rank_has_different_random_stream_than_rank_0(tmp_path: Path):
     write(tmp_path, 2)
     drawn = []
     for rank in (0, 1, 2):

@@ -69,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @stages(2, 3)
-def test_two_ranks_equal_one_of_fsdp2(ranks: BackendRanks, model: str, stage: int):
+def test_two_ranks_match_single_fsdp2_rank(ranks: BackendRanks, model: str, stage: int):
     check_layout(ranks, model, layout(stage))
 
 
@@ -100,7 +100,7 @@ CHOSEN = {
         for division in DIVISIONS
     ],
 )
-def test_layout_equals_one_rank_of_fsdp2(ranks: BackendRanks, model: str, stage: int, division: str):
+def test_layout_matches_single_fsdp2_rank(ranks: BackendRanks, model: str, stage: int, division: str):
     check_layout(ranks, model, layout(stage, **DIVISIONS[division]))
 
 
@@ -121,24 +121,24 @@ def test_mixture_of_experts(ranks: BackendRanks, mixture: str, stage: int, num_r
 
 
 @stages(3, among=(0, 3))
-def test_reference_scores_as_fsdp2(ranks: BackendRanks, model: str, stage: int):
+def test_reference_scores_match_fsdp2(ranks: BackendRanks, model: str, stage: int):
     check_layout(ranks, model, layout(stage, model="ref"))
 
 
 @stages(3, among=(1, 2, 3))
-def test_offload_to_host_memory_trains_the_same(ranks: BackendRanks, model: str, stage: int):
+def test_host_offload_gives_same_update(ranks: BackendRanks, model: str, stage: int):
     zero = OFFLOAD | ({"offload_param": {"device": "cpu"}} if stage == 3 else {})
     check_layout(ranks, model, layout(stage, zero=zero, micro_batch_size=1))
 
 
 @stages(2)
-def test_bfloat16_stays_within_its_tolerance(ranks: BackendRanks, model: str, stage: int):
+def test_bfloat16_is_within_tolerance(ranks: BackendRanks, model: str, stage: int):
     check_layout(ranks, model, layout(stage, bf16=True), tolerance=BFLOAT16)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bfloat16_parameters_stay_within_its_tolerance(ranks: BackendRanks, model: str, stage: int):
+def test_bfloat16_parameters_are_within_tolerance(ranks: BackendRanks, model: str, stage: int):
     """The float32 weights of the optimizer begin as the rounded ones."""
     own = {"deepspeed_config": {"torch_autocast": {"enabled": False}}}
     rounded = replace(BFLOAT16, weights=BFLOAT16.weights + 1e-3, mean_weights=3e-4, loaded=1e-3)
@@ -147,9 +147,7 @@ def test_bfloat16_parameters_stay_within_its_tolerance(ranks: BackendRanks, mode
 
 @pytest.mark.full  # test_layouts.py goes on under every other backend
 @pytest.mark.parametrize("own", [{}, ADAPTERS], ids=["all weights", "adapters"])
-def test_run_goes_on_under_another_stage_strategy_and_number_of_ranks(
-    ranks: BackendRanks, model: str, own: dict[str, Any]
-):
+def test_run_resumes_with_other_stage_strategy_and_num_ranks(ranks: BackendRanks, model: str, own: dict[str, Any]):
     stages = {f"stage {stage}": layout(stage, 2 - stage % 2, own=own) for stage in STAGES}
     check_resuming(ranks, model, stages | {"fsdp2": Layout(2, {"policy": own})})
 
@@ -159,9 +157,9 @@ def test_run_goes_on_under_another_stage_strategy_and_number_of_ranks(
 
 def weights_with_and_without_moving(backend: Any, layout: Layout) -> list[dict[str, torch.Tensor]]:
     """Take a step, move everything to the host and back as on a GPU (or not), and take another."""
-    from skyrl_train.training_backends.deepspeed.memory import memory_report, offload_model, onload_model
+    from skyrl_train.training_backends.deepspeed.memory import build_memory_report, offload_model, onload_model
 
-    kinds = [line.split()[0] for line in memory_report(backend.engine, backend.model, backend.stage).splitlines()]
+    kinds = [line.split()[0] for line in build_memory_report(backend.engine, backend.model, backend.stage).splitlines()]
     assert kinds[0] == "parameters" and {"moments", "gradients"} < set(kinds) and kinds[-1] == "all"
     rows, micro_batches = layout.divide(backend)
     batch, found = make_backend_batch().rows(rows), []
@@ -176,7 +174,7 @@ def weights_with_and_without_moving(backend: Any, layout: Layout) -> list[dict[s
 
 
 @stages(3)
-def test_state_in_host_memory_comes_back(ranks: BackendRanks, model: str, stage: int):
+def test_offloaded_state_is_restored(ranks: BackendRanks, model: str, stage: int):
     division = layout(stage)
     for stayed, moved in ranks.run(division, model, weights_with_and_without_moving, division):
         assert all(torch.equal(weight, moved[name]) for name, weight in stayed.items())
@@ -202,9 +200,7 @@ def taken_over_and_loaded(backend: Any, layout: Layout, other: str) -> list[dict
         for name, stage in [("ref", 0), ("ref", 3), ("policy", 0), ("policy", 1), ("policy", 3)]
     ],
 )
-def test_weights_of_another_model_are_taken_over(
-    ranks: BackendRanks, model: str, tiny_model: str, name: str, stage: int
-):
+def test_weights_are_copied_from_other_model(ranks: BackendRanks, model: str, tiny_model: str, name: str, stage: int):
     division = layout(stage, model=name)
     for taken, loaded in ranks.run(division, model, taken_over_and_loaded, division, tiny_model):
         assert all(torch.equal(taken[key], tensor) for key, tensor in loaded.items())
@@ -225,7 +221,7 @@ def refusals(_: TrainingBackend) -> list[str]:
     return errors
 
 
-def test_deepspeed_with_known_wrong_numbers_is_refused(ranks: BackendRanks, model: str):
+def test_deepspeed_release_with_known_bug_is_rejected(ranks: BackendRanks, model: str):
     [errors] = ranks.run(layout(2, 1), model, refusals)
     assert "too old (before 0.19.4, stages 1 and 2 keep the gradient of the last micro-batch" in errors[0]
     assert "a gradient that is not finite" in errors[1]
@@ -239,7 +235,7 @@ def keep_invariances(backend: TrainingBackend, model: str, settings: Mapping[str
 
 
 @stages(3, daily=2)
-def test_backend_keeps_the_invariances(ranks: BackendRanks, tiny_model: str, stage: int):
+def test_backend_passes_invariance_checks(ranks: BackendRanks, tiny_model: str, stage: int):
     division = layout(stage, 1)
     ranks.run(division, tiny_model, keep_invariances, tiny_model, division.trainer)
 
@@ -256,8 +252,8 @@ def boundary_at_every_backward(*args: Any) -> Any:
     backend = healthy(*args)
     from skyrl_train.training_backends.deepspeed import backend as module
 
-    right = module.settings_of_model
-    module.settings_of_model = lambda *args: right(*args) | {"managed_gradient_accumulation": True}
+    right = module.build_model_settings
+    module.build_model_settings = lambda *args: right(*args) | {"managed_gradient_accumulation": True}
     return backend
 
 
@@ -315,7 +311,7 @@ FAULTS = [  # the first four are slow, each kind once; the others are full
         for number, fault in enumerate(FAULTS)
     ],
 )
-def test_check_names_a_planted_fault(
+def test_check_names_injected_fault(
     ranks: BackendRanks, model: str, fault: Callable[..., Any], stage: int, invariance: str
 ):
     with pytest.raises(InvarianceError) as caught:

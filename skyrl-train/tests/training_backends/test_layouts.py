@@ -54,7 +54,7 @@ FULL_LAYOUTS = {"two ranks, sequence parallel", "two replicas of two ranks", "pa
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name in FULL_LAYOUTS else pytest.mark.slow) for name in FSDP2]
 )
-def test_fsdp2_layout_equals_one_rank(ranks: BackendRanks, tiny_model: str, name: str):
+def test_fsdp2_layout_matches_single_rank(ranks: BackendRanks, tiny_model: str, name: str):
     check_layout(ranks, tiny_model, FSDP2[name])
 
 
@@ -79,13 +79,13 @@ def larger_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.slow
-def test_training_goes_on_under_every_other_backend(ranks: BackendRanks, larger_model: str):
+def test_training_resumes_under_all_other_backends(ranks: BackendRanks, larger_model: str):
     check_resuming(ranks, larger_model, BACKENDS)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", BACKENDS)
-def test_bfloat16_stays_within_its_tolerance(ranks: BackendRanks, larger_model: str, name: str):
+def test_bfloat16_is_within_tolerance(ranks: BackendRanks, larger_model: str, name: str):
     layout = BACKENDS[name]
     check_layout(ranks, larger_model, replace(layout, trainer={**layout.trainer, "bf16": True}), tolerance=BFLOAT16)
 
@@ -101,9 +101,7 @@ def export(backend: TrainingBackend, folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BACKENDS)
-def test_export_of_two_ranks_is_what_transformers_loads(
-    ranks: BackendRanks, chat_model: str, name: str, tmp_path: Path
-):
+def test_two_rank_export_loads_in_transformers(ranks: BackendRanks, chat_model: str, name: str, tmp_path: Path):
     weights, _ = ranks.run(BACKENDS[name], chat_model, export, tmp_path / "export")
     before = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32).state_dict()
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
@@ -179,7 +177,7 @@ FULL_REPLAYS = {"deepspeed, stage 0", "megatron, two stages", "megatron, experts
     "name",
     [pytest.param(name, marks=pytest.mark.full if name in FULL_REPLAYS else pytest.mark.slow) for name in REPLAYING],
 )
-def test_routes_are_replayed_as_under_fsdp2(ranks: BackendRanks, mixture: str, name: str):
+def test_replayed_routes_match_fsdp2(ranks: BackendRanks, mixture: str, name: str):
     whole = Layout(1, {"policy": {"routing_replay": "R2"}})
     [expected] = ranks.run(whole, mixture, replay_other_routes, whole)
     outcomes = ranks.run(REPLAYING[name], mixture, replay_other_routes, REPLAYING[name])
@@ -197,7 +195,7 @@ def test_routes_are_replayed_as_under_fsdp2(ranks: BackendRanks, mixture: str, n
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["fsdp2", "deepspeed"])
-def test_one_rank_on_a_gpu_equals_one_on_a_cpu(ranks: BackendRanks, tiny_model: str, name: str):
+def test_single_gpu_rank_matches_single_cpu_rank(ranks: BackendRanks, tiny_model: str, name: str):
     """Kernels add in another order: float32 to 1e-4, the other tolerances of the check as they are."""
     layout = replace(BACKENDS[name], num_ranks=1, device="cuda")
     check_layout(ranks, tiny_model, layout, tolerance=Tolerance(scores=1e-4, weights=5e-5))
@@ -251,7 +249,7 @@ class TransposedExpert(FSDP2Backend):
 
 
 @pytest.mark.slow
-def test_check_names_a_transposed_expert(ranks: BackendRanks, mixture: str):
+def test_check_names_transposed_expert(ranks: BackendRanks, mixture: str):
     with pytest.raises(InvarianceError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj"):
         check_layout(ranks, mixture, Layout(2, make_backend=TransposedExpert))
 
@@ -266,7 +264,7 @@ def test_check_names_a_transposed_expert(ranks: BackendRanks, mixture: str):
         pytest.param(HalfOfTheRows, "agreement", marks=pytest.mark.slow),
     ],
 )
-def test_check_names_a_planted_fault(ranks: BackendRanks, tiny_model: str, fault: type[FSDP2Backend], invariance: str):
+def test_check_names_injected_fault(ranks: BackendRanks, tiny_model: str, fault: type[FSDP2Backend], invariance: str):
     with pytest.raises(InvarianceError) as caught:
         check_layout(ranks, tiny_model, Layout(2, make_backend=fault))
     assert invariance in caught.value.names

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from skyrl_train.config import training_backends
-from skyrl_train.distributed.process_group import free_port
-from skyrl_train.distributed.ulysses import make_sequence_parallel
+from skyrl_train.distributed.process_group import find_free_port
+from skyrl_train.distributed.ulysses import build_sequence_parallel
 from skyrl_train.models import weight_files
 from skyrl_train.training_backends import transformers_backend
 from skyrl_train.training_backends.base import ModelName, ParallelInfo, RankInfo, TrainingBackend
@@ -67,7 +67,7 @@ class Rank:
         shared = backend.settings.sequence_parallel_size
         backend.device = self.joined.device
         backend.parallel = ParallelInfo(rank=joined.rank, world_size=joined.world_size, ranks_per_replica=shared)
-        backend.sequence_parallel = make_sequence_parallel(shared)
+        backend.sequence_parallel = build_sequence_parallel(shared)
         backend.load_model()
         return backend
 
@@ -83,7 +83,7 @@ class Group:
         self.num_ranks = num_ranks
 
     def join(self) -> None:
-        port, size = free_port(), self.num_ranks
+        port, size = find_free_port(), self.num_ranks
         self._call("join", [(RankInfo(rank=rank, world_size=size, master_port=port),) for rank in range(size)])
 
     def _call(self, method: str, args: list[tuple[Any, ...]]) -> list[Any]:
@@ -186,7 +186,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_two_ranks_hold_the_bits_of_a_whole_model(groups: Callable[[int], Group], models: dict[str, str]):
+def test_two_ranks_are_bit_exact_with_whole_model(groups: Callable[[int], Group], models: dict[str, str]):
     plans = [
         Plan(models["tied"]),
         Plan(models["experts"]),
@@ -199,7 +199,7 @@ def test_two_ranks_hold_the_bits_of_a_whole_model(groups: Callable[[int], Group]
 
 
 @pytest.mark.full
-def test_each_role_and_layout_holds_the_bits_of_a_whole_model(groups: Callable[[int], Group], models: dict[str, str]):
+def test_role_and_layout_are_bit_exact_with_whole_model(groups: Callable[[int], Group], models: dict[str, str]):
     plans = [Plan(model, trainer={"bf16": bf16}) for model in models.values() for bf16 in (False, True)]
     for own in (
         {"sequence_parallel_size": 2},
@@ -234,7 +234,7 @@ def warnings_of_loading(rank: Rank, plan: Plan) -> list[str]:
     return messages + [name for name, tensor in weights.items() if not torch.equal(stored[name].float(), tensor)]
 
 
-def test_rank_0_loads_what_cannot_be_read_in_parts(groups: Callable[[int], Group], tiny_model: str, tmp_path: Path):
+def test_rank_0_loads_unshardable_weights(groups: Callable[[int], Group], tiny_model: str, tmp_path: Path):
     folder = tmp_path / "whole"
     build_tiny_qwen3(hidden_size=32, vocab_size=64).save_pretrained(folder)
     file = folder / "model.safetensors"

@@ -93,13 +93,13 @@ STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 
 
-def test_one_rank_keeps_the_invariances(tiny_model: str):
+def test_single_rank_passes_invariance_checks(tiny_model: str):
     check_training_backend(TrainingBackendRegistry.get("megatron"), tiny_model, settings={"strategy": "megatron"})
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_two_ranks_of_each_layer_equal_one_of_fsdp2(models: dict[str, str], ranks: BackendRanks):
+def test_two_ranks_match_single_fsdp2_rank(models: dict[str, str], ranks: BackendRanks):
     check_layout(ranks, models["dense"], layout(2, **TENSOR))
 
 
@@ -152,14 +152,14 @@ OTHER_LAYOUTS = [
         *(pytest.param(*each, id=str(each), marks=pytest.mark.full) for each in OTHER_LAYOUTS),
     ],
 )
-def test_layout_equals_one_rank_of_fsdp2(model: str, division: Layout, models: dict[str, str], ranks: BackendRanks):
+def test_layout_matches_single_fsdp2_rank(model: str, division: Layout, models: dict[str, str], ranks: BackendRanks):
     # Values are no log-probs: terms of their sum cancel, and at the third step the rounding of the first shows in it.
     tolerance = replace(FLOAT32, scores=3e-5) if division.model == "critic" else FLOAT32
     check_layout(ranks, models[model], division, tolerance=tolerance)
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_use_of_experts_is_counted_as_by_fsdp2(models: dict[str, str]):
+def test_expert_load_matches_fsdp2(models: dict[str, str]):
     counted = []
     for strategy in ("fsdp2", "megatron"):
         cfg = make_settings(models["half mixture"], {"strategy": strategy, "gradient_checkpointing": True})
@@ -190,7 +190,7 @@ def test_model_of_each_family_is_certified(name: str, models: dict[str, str], ca
 
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("bf16", [False, True])
-def test_export_holds_the_float32_weights(bf16: bool, chat_model: str, tmp_path: Path):
+def test_export_contains_float32_weights(bf16: bool, chat_model: str, tmp_path: Path):
     """The optimizer steps float32 weights, also where the model computes with their bfloat16 values."""
     cfg = make_settings(chat_model, {"strategy": "megatron", "bf16": bf16})
     worker = PolicyWorker(cfg, PolicyLossRegistry.get("regular"), NUM_STEPS)
@@ -212,9 +212,7 @@ def copying_moves(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("bf16", [False, True])
-def test_state_that_leaves_its_device_comes_back_with_the_same_bits(
-    bf16: bool, tiny_model: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_offloaded_state_is_restored_bit_exact(bf16: bool, tiny_model: str, monkeypatch: pytest.MonkeyPatch):
     cfg = make_settings(tiny_model, {"strategy": "megatron", "bf16": bf16})
     backend = TrainingBackendRegistry.get("megatron")(cfg, "policy", NUM_STEPS)
     backend.join(RankInfo())

@@ -56,7 +56,7 @@ def keys_before_queries(patch: pytest.MonkeyPatch) -> None:
 def forgotten_norm(patch: pytest.MonkeyPatch) -> None:
     from skyrl_train.training_backends.megatron import weights
 
-    right = weights.entries
+    right = weights.iter_entries
     patch.setattr(weights, "entries", lambda sizes: (e for e in right(sizes) if e.names != ("model.norm.weight",)))
 
 
@@ -70,7 +70,7 @@ def forgotten_norm(patch: pytest.MonkeyPatch) -> None:
         (forgotten_norm, False, r"model\.norm\.weight is lost"),
     ],
 )
-def test_certificate_names_a_fault_of_the_map(
+def test_certificate_names_weight_map_fault(
     fault: Callable[[pytest.MonkeyPatch], None],
     is_mixture: bool,
     error: str,
@@ -93,7 +93,7 @@ def test_certificate_names_a_fault_of_the_map(
 def last_micro_batch_only(patch: pytest.MonkeyPatch) -> None:
     from skyrl_train.training_backends.megatron.pipeline import Pipeline
 
-    right = Pipeline._loss
+    right = Pipeline._compute_loss
 
     def loss(pipeline: Any, *args: Any, **options: Any) -> Any:
         if options.get("objective") is not None:
@@ -120,7 +120,7 @@ def doubled_scale(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "invariance"), [(last_micro_batch_only, "micro_batches"), (doubled_scale, "agreement")]
 )
-def test_check_of_one_rank_names_a_fault_of_a_step(
+def test_single_rank_check_names_step_fault(
     fault: Callable[[pytest.MonkeyPatch], None], invariance: str, tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ):
     def make(*args: Any) -> Any:
@@ -156,7 +156,7 @@ def lost_tied_head(*args: Any) -> Any:
     backend = healthy(*args)
     from skyrl_train.training_backends.megatron.weights import StageWeights
 
-    StageWeights._holders = lambda weights, entry: {weights._owner(entry)}  # type: ignore[method-assign]
+    StageWeights._get_holders = lambda weights, entry: {weights._get_owner(entry)}  # type: ignore[method-assign]
     return backend
 
 
@@ -192,7 +192,7 @@ def shards_of_one_rank_in_the_norm(*args: Any) -> Any:
         (dropped_rank, {}, "it lacks model"),
     ],
 )
-def test_check_of_layouts_names_a_fault_between_ranks(
+def test_layout_check_names_cross_rank_fault(
     fault: Callable[..., Any], division: dict[str, int], words: str, tiny_model: str, ranks: BackendRanks
 ):
     layout = Layout(2, STRATEGY | {"policy": {"megatron_config": division}}, make_backend=fault)

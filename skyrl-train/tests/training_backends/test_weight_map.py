@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from skyrl_train.training_backends.megatron.weight_map import Entry, MapSizes, entries, local_name
+from skyrl_train.training_backends.megatron.weight_map import Entry, MapSizes, get_local_name, iter_entries
 
 DENSE = MapSizes(num_layers=1, num_heads=4, num_key_value_heads=2, head_dim=1, num_words=5, padded_words=6)
 MIXTURE = MapSizes(
@@ -22,7 +22,7 @@ MIXTURE = MapSizes(
 
 
 def entry_of(sizes: MapSizes, tensor: str) -> Entry:
-    [found] = [entry for entry in entries(sizes) if tensor in entry.tensors]
+    [found] = [entry for entry in iter_entries(sizes) if tensor in entry.tensors]
     return found
 
 
@@ -31,7 +31,7 @@ def rows(*numbers: float) -> torch.Tensor:
     return torch.tensor(numbers)[:, None]
 
 
-def test_key_value_head_has_its_queries_then_its_key_then_its_value():
+def test_qkv_weight_orders_queries_key_value_per_head():
     entry = entry_of(DENSE, "decoder.layers.0.self_attention.linear_qkv.weight")
     q, k, v = rows(1, 2, 3, 4), rows(10, 20), rows(100, 200)
     shards = [entry.split([q, k, v], rank, 2) for rank in range(2)]
@@ -39,7 +39,7 @@ def test_key_value_head_has_its_queries_then_its_key_then_its_value():
     assert all(torch.equal(a, b) for a, b in zip(entry.merge(shards), [q, k, v], strict=True))
 
 
-def test_rank_has_its_gate_rows_then_its_up_rows():
+def test_rank_orders_gate_rows_before_up_rows():
     entry = entry_of(DENSE, "decoder.layers.0.mlp.linear_fc1.weight")
     whole = [rows(1, 2, 3, 4), rows(10, 20, 30, 40)]
     shards = [entry.split(whole, rank, 2) for rank in range(2)]
@@ -47,14 +47,14 @@ def test_rank_has_its_gate_rows_then_its_up_rows():
     assert all(torch.equal(a, b) for a, b in zip(entry.merge(shards), whole, strict=True))
 
 
-def test_padding_of_the_vocabulary_is_zeros_there_and_gone_on_the_way_back():
+def test_vocabulary_padding_is_zero_and_removed_on_export():
     entry = entry_of(DENSE, "embedding.word_embeddings.weight")
     shards = [entry.split([rows(1, 2, 3, 4, 5)], rank, 2) for rank in range(2)]
     assert [shard.flatten().tolist() for shard in shards] == [[1, 2, 3], [4, 5, 0]]
     assert entry.merge(shards)[0].flatten().tolist() == [1, 2, 3, 4, 5]
 
 
-def test_experts_are_dealt_in_blocks_and_each_is_divided():
+def test_experts_are_split_in_blocks_and_sharded():
     gate_up = torch.arange(4 * 4.0).reshape(4, 4, 1)  # expert e has gates 4e, 4e + 1 and ups 4e + 2, 4e + 3
     entry = entry_of(MIXTURE, "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight")
     shards = [entry.split([gate_up], rank, 4) for rank in range(4)]
@@ -71,11 +71,11 @@ def test_experts_are_dealt_in_blocks_and_each_is_divided():
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sizes", [DENSE, MIXTURE], ids=["dense", "mixture"])
-def test_each_weight_has_one_place_and_comes_back(sizes: MapSizes, tied: bool, size: int):
+def test_weight_map_is_bijective(sizes: MapSizes, tied: bool, size: int):
     sizes = replace(sizes, tied_head=tied, qkv_bias=True, qk_norms=True)
     draw = torch.Generator().manual_seed(0)
     names = set()
-    for entry in entries(sizes):
+    for entry in iter_entries(sizes):
         assert not names & set(entry.names)
         names |= set(entry.names)
         shapes = [shape_of(name, sizes) for name in entry.names]
@@ -107,6 +107,6 @@ def shape_of(name: str, sizes: MapSizes) -> tuple[int, ...]:
     return next((shape for end, shape in shapes.items() if name.endswith(end)), (4,))
 
 
-def test_stage_counts_its_layers_from_0():
-    assert local_name("decoder.layers.7.mlp.router.weight", 4) == "decoder.layers.3.mlp.router.weight"
-    assert local_name("decoder.final_layernorm.weight", 4) == "decoder.final_layernorm.weight"
+def test_stage_numbers_layers_from_0():
+    assert get_local_name("decoder.layers.7.mlp.router.weight", 4) == "decoder.layers.3.mlp.router.weight"
+    assert get_local_name("decoder.final_layernorm.weight", 4) == "decoder.final_layernorm.weight"

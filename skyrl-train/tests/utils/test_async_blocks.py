@@ -10,7 +10,7 @@ from loguru import logger
 from skyrl_train.utils.async_blocks import first_error, thread_beside
 
 
-def test_error_of_the_block_is_raised_and_that_of_the_thread_logged():
+def test_block_error_is_raised_and_thread_error_logged():
     def write() -> None:
         raise OSError(28, "No space left on device")
 
@@ -34,7 +34,7 @@ def test_error_of_the_block_is_raised_and_that_of_the_thread_logged():
 
 
 @pytest.mark.parametrize("in_block", [True, False])
-def test_block_that_is_cancelled_twice_ends_behind_its_thread(in_block: bool):
+def test_twice_cancelled_block_waits_for_thread(in_block: bool):
     began, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
 
     def write() -> None:
@@ -62,7 +62,7 @@ def test_block_that_is_cancelled_twice_ends_behind_its_thread(in_block: bool):
     asyncio.run(run())
 
 
-def test_first_error_of_a_task_group_keeps_cause_and_context():
+def test_first_task_group_error_keeps_cause_and_context():
     async def fail(with_cause: bool) -> None:
         try:
             {}["table"]

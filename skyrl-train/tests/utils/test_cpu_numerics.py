@@ -18,7 +18,7 @@ print(warn_if_rows_depend_on_their_number())
 
 
 @pytest.mark.parametrize("width", [32, 128, 512, 896])
-def test_rows_have_the_same_bits_for_any_number_of_rows(width: int):
+def test_row_bits_are_independent_of_row_count(width: int):
     x, weight = torch.randn(600, width), torch.randn(width, width)
     expected = F.linear(x[:4], weight)
     for rows in (5, 8, 12, 33, 100, 600):
@@ -33,7 +33,7 @@ def probe(**environment: str) -> tuple[str, str]:
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch computes without MKL")
-def test_kernels_that_choose_by_the_number_of_rows_are_reported():
+def test_row_count_dependent_kernels_are_reported():
     assert probe() == ("False", "")
     answer, log = probe(MKL_CBWR="COMPATIBLE")
     assert answer == "True" and "MKL_CBWR=" in log and "before Python starts" in log

@@ -26,7 +26,7 @@ def test_memory_for_other_processes_is_not_expandable(settings: list[str]):
     assert settings == [on, off, "allocate", on]
 
 
-def test_allocator_is_left_alone_by_default(settings: list[str]):
+def test_allocator_is_unchanged_by_default(settings: list[str]):
     with shareable_memory():
         pass
     assert settings == []

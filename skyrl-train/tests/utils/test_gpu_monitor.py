@@ -30,7 +30,7 @@ def test_monitor_returns_mean_since_last_call(tmp_path: Path):
 
 
 @pytest.mark.parametrize("lines", ["exit 9", "echo [N/A], 1024", "echo"])
-def test_monitor_takes_no_sample_of_broken_program(tmp_path: Path, lines: str):
+def test_monitor_records_no_sample_when_program_fails(tmp_path: Path, lines: str):
     assert not GpuMonitor("GPU-7", script(tmp_path, lines)).sample()
 
 
@@ -40,7 +40,7 @@ def test_monitor_is_not_started_without_gpu_or_program(tmp_path: Path, monkeypat
     assert start_monitor("7") is None
 
 
-def test_host_memory_is_below_that_of_machine():
+def test_host_memory_is_below_machine_memory():
     assert 0 < host_memory()["host_memory_gb"] < 100_000
 
 

@@ -11,7 +11,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.utils.io import expand_path, is_cloud_path, remove_leftovers, sha256_of, write_atomically
 
 
-def test_a_file_is_replaced_as_a_whole(tmp_path: Path):
+def test_file_is_replaced_atomically(tmp_path: Path):
     path = tmp_path / "state.txt"
     write_atomically(path, "old")
     write_atomically(path, b"new \xff")
@@ -19,7 +19,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path):
     assert os.listdir(tmp_path) == ["state.txt"]
 
 
-def test_a_written_file_has_the_permissions_of_any_other(tmp_path: Path):
+def test_written_file_has_default_permissions(tmp_path: Path):
     write_atomically(tmp_path / "ours", "x")
     (tmp_path / "theirs").write_text("x")
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "theirs").stat().st_mode
@@ -37,7 +37,7 @@ def files_of_at_most_1000_bytes() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_with_no_room_leaves_the_old_file_and_nothing_else(tmp_path: Path):
+def test_full_disk_keeps_old_file_only(tmp_path: Path):
     path = tmp_path / "state.txt"
     write_atomically(path, "old")
     with pytest.raises(OSError, match="File too large"), files_of_at_most_1000_bytes():
@@ -47,7 +47,7 @@ def test_a_disk_with_no_room_leaves_the_old_file_and_nothing_else(tmp_path: Path
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch, failing: str):
+def test_write_error_keeps_old_file_only(tmp_path: Path, monkeypatch, failing: str):
     path = tmp_path / "state.txt"
     write_atomically(path, "old")
 
@@ -61,14 +61,14 @@ def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path: P
     assert os.listdir(tmp_path) == ["state.txt"]
 
 
-def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path):
+def test_temporary_files_of_killed_writer_are_removed(tmp_path: Path):
     (tmp_path / ".state.txt.0a1b2c3d.partial").write_text("hal")
     (tmp_path / ".hidden").write_text("somebody's")
     remove_leftovers(tmp_path)
     assert os.listdir(tmp_path) == [".hidden"]
 
 
-def test_a_path_is_absolute_and_the_home_folder_is_found(monkeypatch, tmp_path: Path):
+def test_path_is_absolute_and_home_is_expanded(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.chdir(tmp_path)
     assert expand_path("~/runs/first") == Path("/home/ada/runs/first")
@@ -78,15 +78,15 @@ def test_a_path_is_absolute_and_the_home_folder_is_found(monkeypatch, tmp_path: 
 @pytest.mark.parametrize(
     "path, expected", [("s3://b/k", True), ("gs://b", True), ("az://b", True), ("/s3/b", False), ("s3:/b", False)]
 )
-def test_cloud_paths_are_told_by_their_scheme(path: str, expected: bool):
+def test_cloud_paths_are_detected_by_scheme(path: str, expected: bool):
     assert is_cloud_path(path) is expected
 
 
-def test_a_cloud_path_where_a_folder_is_needed_is_an_error():
+def test_cloud_path_is_rejected_as_local_folder():
     with pytest.raises(ConfigError, match="s3://bucket/run is a cloud path"):
         expand_path("s3://bucket/run")
 
 
-def test_sha256_is_that_of_the_content(tmp_path: Path):
+def test_sha256_matches_content(tmp_path: Path):
     (tmp_path / "empty").touch()
     assert sha256_of(tmp_path / "empty") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"

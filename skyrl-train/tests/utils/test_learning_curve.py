@@ -9,7 +9,7 @@ from skyrl_train.utils.learning_curve import curves, save_learning_curve_png
 from skyrl_train.utils.run_folder import RunFolder
 
 
-def test_last_line_of_a_step_with_a_metric_counts():
+def test_last_metric_line_of_step_is_used():
     rows = [{"step": 2, "time": 5.0, "a": 1.0}, {"step": 1, "time": 6.0, "a": 3.0}, {"step": 2, "time": 7.0, "b": None}]
     assert curves([*rows, {"step": 2, "time": 8.0, "a": 2, "phase": "train"}]) == {
         "a": ([1, 2], [3.0, 2.0]),
@@ -17,7 +17,7 @@ def test_last_line_of_a_step_with_a_metric_counts():
     }
 
 
-def test_learning_curve_is_a_png(tmp_path: Path):
+def test_learning_curve_is_written_as_png(tmp_path: Path):
     run = RunFolder(tmp_path / "run")
     for step in (1, 2, 3):
         run.append_metrics(step, {"reward/avg_raw_reward": step / 10})

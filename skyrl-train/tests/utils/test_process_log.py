@@ -33,7 +33,7 @@ def run_python(code: str, *arguments: object, **environment: str) -> subprocess.
     )
 
 
-def test_everything_a_process_says_is_in_its_log(tmp_path: Path):
+def test_process_log_captures_all_output(tmp_path: Path):
     path = tmp_path / "logs of {step} {time}" / "policy_rank_0.log"  # loguru takes names for format strings
     process = run_python(TALKATIVE, path)
     assert process.returncode == 1
@@ -44,33 +44,33 @@ def test_everything_a_process_says_is_in_its_log(tmp_path: Path):
     assert log_tail(path, num_lines=1) == "ValueError: the end"
 
 
-def test_a_process_started_again_appends_below_a_new_header(tmp_path: Path):
+def test_restarted_process_appends_with_new_header(tmp_path: Path):
     path = tmp_path / "engine_0.log"
     for _ in range(2):
         run_python("import sys; from skyrl_train.utils.process_log import capture_output as c; c(sys.argv[1])", path)
     assert [line[:11] for line in path.read_text().splitlines()] == ["=== process"] * 2
 
 
-def test_the_tail_is_the_last_lines_whatever_the_bytes(tmp_path: Path):
+def test_tail_returns_last_lines_of_arbitrary_bytes(tmp_path: Path):
     path = tmp_path / "a.log"
     path.write_bytes(b"x" * 10**6 + b"\n" + b"\n".join(b"line %d \xff" % i for i in range(100)))
     assert log_tail(path, 2) == "line 98 �\nline 99 �"
     assert len(log_tail(path).splitlines()) == 30
 
 
-def test_a_missing_or_empty_log_says_so(tmp_path: Path):
+def test_missing_or_empty_log_is_reported(tmp_path: Path):
     assert log_tail(tmp_path / "a.log") == f"(no log at {tmp_path / 'a.log'})"
     (tmp_path / "b.log").touch()
     assert "is empty" in log_tail(tmp_path / "b.log")
 
 
 @pytest.mark.parametrize("value, expected", [("", "INFO"), ("debug", "DEBUG"), ("WARNING", "WARNING")])
-def test_the_level_comes_from_the_environment(monkeypatch, value: str, expected: str):
+def test_log_level_is_read_from_environment(monkeypatch, value: str, expected: str):
     monkeypatch.setenv("LOG_LEVEL", value)
     assert log_level() == expected
 
 
-def test_an_unknown_level_is_an_error_that_lists_the_levels(monkeypatch):
+def test_unknown_level_error_lists_levels(monkeypatch):
     monkeypatch.setenv("LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match=r"LOG_LEVEL must be one of TRACE, DEBUG, INFO.*got 'loud'"):
         log_level()
@@ -88,7 +88,7 @@ logger.info("told with loguru")
 """
 
 
-def test_logs_of_libraries_are_forwarded(tmp_path: Path):
+def test_library_logs_are_forwarded(tmp_path: Path):
     path = tmp_path / "main.log"
     process = run_python(LIBRARY, path, LOG_LEVEL="INFO")
     for lines in (process.stderr.splitlines(), path.read_text().splitlines()):
@@ -123,7 +123,7 @@ ray.shutdown()
 
 
 @pytest.mark.slow
-def test_a_ray_actor_can_be_captured(tmp_path: Path):
+def test_ray_actor_output_is_captured(tmp_path: Path):
     path = tmp_path / "worker.log"
     environment = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "OMP_NUM_THREADS": "1"}
     process = run_python(IN_A_RAY_ACTOR, path, **environment)

@@ -42,7 +42,7 @@ def pass_seconds(number: int, clock: Clock, progress: ConsoleProgress, phase: Co
         progress.tick()
 
 
-def test_long_phase_without_a_terminal_is_a_line_each_ten_seconds_and_tenth(lines: list[str]):
+def test_long_phase_without_terminal_logs_each_ten_seconds_and_tenth(lines: list[str]):
     progress = ConsoleProgress(clock := Clock())
     with progress.showing(True, io.StringIO()), progress.phase("generate", 100, "answers") as phase:
         pass_seconds(100, clock, progress, phase)
@@ -50,7 +50,7 @@ def test_long_phase_without_a_terminal_is_a_line_each_ten_seconds_and_tenth(line
     assert [line.split()[1] for line in lines] == ["10", "20", "30", "40", "50", "60", "70", "80", "90"]
 
 
-def test_slow_phase_is_a_line_each_minute_and_one_that_cannot_count_each_ten_seconds(lines: list[str]):
+def test_slow_phase_logs_each_minute_or_ten_seconds_without_count(lines: list[str]):
     progress = ConsoleProgress(clock := Clock())
     with progress.showing(True, io.StringIO()), progress.phase("generate", 100_000, "answers") as phase:
         pass_seconds(120, clock, progress, phase)
@@ -63,7 +63,7 @@ def test_slow_phase_is_a_line_each_minute_and_one_that_cannot_count_each_ten_sec
     assert lines[2:] == ["load the models: 10 s so far", "load the models: 20 s so far"]
 
 
-def test_quick_phases_and_those_of_a_process_that_shows_none_say_nothing(lines: list[str]):
+def test_quick_phases_and_silent_processes_log_nothing(lines: list[str]):
     progress = ConsoleProgress(clock := Clock())
     with progress.showing(True, io.StringIO()):
         for _ in range(100):
@@ -79,7 +79,7 @@ def test_quick_phases_and_those_of_a_process_that_shows_none_say_nothing(lines: 
     assert lines == []
 
 
-def test_steps_of_a_resumed_run_are_timed_from_its_start(lines: list[str]):
+def test_resumed_run_times_steps_from_resume(lines: list[str]):
     progress = ConsoleProgress(clock := Clock())
     with progress.showing(True, io.StringIO()):
         progress.at_step(50, 100)
@@ -92,7 +92,7 @@ def test_steps_of_a_resumed_run_are_timed_from_its_start(lines: list[str]):
     assert lines == ["train: 60 of 100 steps (60%), 20 s, about 1 min 20 s left"]
 
 
-async def test_answers_count_for_the_phase_of_their_own_task():
+async def test_completions_count_toward_phase_of_same_task():
     """Trajectories of asynchronous training go on while the trainer evaluates."""
     progress = ConsoleProgress()
     go = asyncio.Event()
@@ -135,7 +135,7 @@ logger.info("the end")
 
 
 @pytest.mark.process
-def test_log_lines_on_a_terminal_stand_above_the_bar():
+def test_terminal_log_lines_are_printed_above_progress_bar():
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     environment = os.environ | {"TERM": "xterm"}

@@ -10,7 +10,7 @@ from skyrl_train.utils.ray_cluster import warn_of_few_cpus, worker_environment
 INSTALL = Path(__file__).parents[3] / "INSTALL.md"
 
 
-def test_settings_of_communication_and_engines_travel_and_facts_of_one_machine_do_not():
+def test_communication_settings_are_forwarded_but_machine_facts_are_not():
     travel = {
         "NCCL_SOCKET_IFNAME": "eth1",
         "GLOO_SOCKET_IFNAME": "eth1",
@@ -32,7 +32,7 @@ def test_settings_of_communication_and_engines_travel_and_facts_of_one_machine_d
     assert forwarded_environment(travel | stay) == travel
 
 
-def test_workers_get_what_travels(monkeypatch):
+def test_workers_receive_forwarded_variables(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
@@ -44,13 +44,13 @@ def test_workers_get_what_travels(monkeypatch):
     assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
 
 
-def test_install_page_lists_what_travels():
+def test_install_page_lists_forwarded_variables():
     [paragraph] = [part for part in INSTALL.read_text().split("\n\n") if part.startswith("Environment variables")]
     named = set(re.findall(r"`([A-Z_]+)`", paragraph))
     assert named == {*FORWARDED_PREFIXES, *FORWARDED_NAMES, *NOT_FORWARDED}
 
 
-def test_more_ranks_than_cpus_are_warned_of(log):
+def test_more_ranks_than_cpus_cause_warning(log):
     cfg = SkyRLConfig()
     cfg.trainer.placement.device = "cpu"
     for ranks, num_warnings in ((1, 0), (100_000, 1)):

@@ -33,13 +33,13 @@ def without_time(rows: list[dict]) -> list[dict]:
     return [{name: value for name, value in row.items() if name != "time"} for row in rows]
 
 
-def test_looking_at_a_run_makes_nothing(run: RunFolder):
+def test_reading_run_creates_no_files(run: RunFolder):
     assert run.read_metrics() == []
     assert run.trajectory_files() == []
     assert not run.path.exists()
 
 
-def test_metrics_come_back_with_step_and_time(run: RunFolder):
+def test_metrics_are_read_with_step_and_time(run: RunFolder):
     before = time.time()
     run.append_metrics(1, {"reward/avg": np.float32(0.5), "loss": torch.tensor(-0.25), "phase": "train", "count": 3})
     [row] = run.read_metrics()
@@ -47,7 +47,7 @@ def test_metrics_come_back_with_step_and_time(run: RunFolder):
     assert row == {"step": 1, "reward/avg": 0.5, "loss": -0.25, "phase": "train", "count": 3}
 
 
-def test_not_a_number_is_null_and_said_once_a_metric(run: RunFolder, warnings_logged: list[str]):
+def test_nan_is_stored_as_null_and_warned_once_per_metric(run: RunFolder, warnings_logged: list[str]):
     run.append_metrics(1, {"loss": float("nan"), "kl": 1.0})
     run.append_metrics(2, {"loss": float("inf"), "kl": torch.tensor(float("nan"))})
     assert without_time(run.read_metrics()) == [
@@ -57,7 +57,7 @@ def test_not_a_number_is_null_and_said_once_a_metric(run: RunFolder, warnings_lo
     assert [message.split()[0] for message in warnings_logged] == ["loss", "kl"]
 
 
-def test_a_metric_must_be_a_plain_value_with_a_name_of_its_own(run: RunFolder):
+def test_metric_must_be_scalar_with_unreserved_name(run: RunFolder):
     with pytest.raises(TypeError, match=r"metric lengths must be a number.*got list"):
         run.append_metrics(1, {"lengths": [1, 2]})
     with pytest.raises(ValueError, match=r"\['step'\]"):
@@ -65,7 +65,7 @@ def test_a_metric_must_be_a_plain_value_with_a_name_of_its_own(run: RunFolder):
     assert run.read_metrics() == []
 
 
-def test_a_torn_last_line_is_not_read_and_does_not_spoil_the_next(run: RunFolder):
+def test_torn_last_line_is_ignored_and_next_line_is_intact(run: RunFolder):
     run.append_metrics(1, {"loss": 1.0})
     with open(run.metrics_path, "a") as file:
         file.write('{"step": 2, "lo')
@@ -74,7 +74,7 @@ def test_a_torn_last_line_is_not_read_and_does_not_spoil_the_next(run: RunFolder
     assert without_time(run.read_metrics()) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
 
 
-def test_a_broken_line_in_the_middle_is_an_error_that_names_it(run: RunFolder):
+def test_corrupt_middle_line_is_named_in_error(run: RunFolder):
     run.append_metrics(1, {"loss": 1.0})
     with open(run.metrics_path, "a") as file:
         file.write("oops\n")
@@ -95,7 +95,7 @@ def contents(run: RunFolder) -> dict[str, bytes]:
     return {file.path.name: file.path.read_bytes() for file in run.trajectory_files()}
 
 
-def test_a_run_resumed_from_step_2_ends_like_one_that_never_stopped(tmp_path: Path):
+def test_run_resumed_from_step_2_equals_uninterrupted_run(tmp_path: Path):
     whole, resumed = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "resumed")
     write_steps(whole, range(1, 6))
     write_steps(resumed, range(1, 5))
@@ -108,7 +108,7 @@ def test_a_run_resumed_from_step_2_ends_like_one_that_never_stopped(tmp_path: Pa
     assert set(os.listdir(resumed.trajectories_folder)) == set(os.listdir(whole.trajectories_folder))
 
 
-def test_truncating_an_empty_run_is_nothing(run: RunFolder):
+def test_truncating_empty_run_does_nothing(run: RunFolder):
     run.truncate_after(0)
     assert not run.path.exists()
 
@@ -126,7 +126,7 @@ def test_trajectories_are_listed_by_step_as_numbers(run: RunFolder):
     assert run.trajectories_path(12, "train").name == "train_step_000012.jsonl"
 
 
-def test_oldest_training_steps_give_way_and_evaluations_stay(run: RunFolder):
+def test_oldest_training_steps_are_deleted_and_evaluations_kept(run: RunFolder):
     for step in (1, 2, 3, 4):
         run.write_trajectories(step, "train", [{"reward": 1.0}])
         run.write_token_columns(step, [{"uid": "1"}])
@@ -171,7 +171,7 @@ def test_damaged_compressed_file_is_named(tmp_path: Path):
             run.read_trajectories(1, "train")
 
 
-def test_any_text_and_number_of_a_trajectory_survives_as_valid_json(run: RunFolder):
+def test_trajectory_text_and_numbers_round_trip_as_json(run: RunFolder):
     text = "line\nfeed \u2028 \x00 half a pair \udc80 日本 </script>"
     rows = [
         {"response": text, "tokens": {"log_probs": [-0.5, float("-inf")]}},
@@ -184,12 +184,12 @@ def test_any_text_and_number_of_a_trajectory_survives_as_valid_json(run: RunFold
     assert "日本" in run.trajectories_path(3, "eval").read_text()  # readable with a pager
 
 
-def test_the_config_is_kept(run: RunFolder):
+def test_config_is_saved(run: RunFolder):
     run.write_config("trainer:\n  seed: 1\n")
     assert run.config_path.read_text() == "trainer:\n  seed: 1\n"
 
 
-def test_configs_of_earlier_starts_are_kept_where_they_differ(run: RunFolder):
+def test_changed_configs_of_earlier_starts_are_kept(run: RunFolder):
     for seed in (1, 1, 2, 3, 3):
         run.write_config(f"seed: {seed}\n")
     kept = {path.name: path.read_text() for path in run.path.iterdir()}
@@ -208,7 +208,7 @@ for step in range(10**6):
 
 
 @pytest.mark.slow
-def test_killed_at_any_time_a_run_keeps_every_step_it_told_of(tmp_path: Path):
+def test_killed_run_keeps_all_reported_steps(tmp_path: Path):
     for attempt in range(5):
         run = RunFolder(tmp_path / str(attempt))
         with subprocess.Popen([sys.executable, "-c", WRITER, run.path], stdout=subprocess.PIPE, text=True) as writer:

@@ -69,7 +69,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "lockf", refuse)
 
 
-def test_second_driver_is_refused_with_host_and_process(tmp_path: Path):
+def test_second_driver_error_names_host_and_process(tmp_path: Path):
     with other_driver(tmp_path) as process:
         with pytest.raises(ConfigError) as error, owning_run(tmp_path):
             pass
@@ -80,7 +80,7 @@ def test_second_driver_is_refused_with_host_and_process(tmp_path: Path):
     assert not (tmp_path / RECORD).exists()
 
 
-def test_checkpoints_in_another_folder_are_owned_too(tmp_path: Path):
+def test_external_checkpoint_folder_is_owned(tmp_path: Path):
     with other_driver(tmp_path / "one", tmp_path / "ckpts"):
         with pytest.raises(ConfigError, match=r"trainer\.ckpt_path"), owning_run(tmp_path / "two", tmp_path / "ckpts"):
             pass
@@ -91,7 +91,7 @@ def test_checkpoints_in_another_folder_are_owned_too(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("without_locks")
-def test_driver_of_same_host_is_refused_without_locks(tmp_path: Path):
+def test_driver_of_same_host_is_rejected_without_locks(tmp_path: Path):
     (tmp_path / "live").mkdir()
     with other_driver(tmp_path / "live") as process:
         with pytest.raises(ConfigError, match=f"process {process.pid}"), owning_run(tmp_path / "live"):
@@ -105,7 +105,7 @@ def test_driver_of_same_host_is_refused_without_locks(tmp_path: Path):
             pass
 
 
-def test_driver_of_other_host_is_refused_while_it_beats(tmp_path: Path):
+def test_driver_of_other_host_is_rejected_while_heartbeat_is_fresh(tmp_path: Path):
     record = write_record(tmp_path)
     stop = threading.Event()
     beating = threading.Thread(target=lambda: [os.utime(record) for _ in iter(lambda: stop.wait(0.05), True)])
@@ -131,7 +131,7 @@ def test_stale_driver_of_other_host_is_replaced(tmp_path: Path, log: list[str], 
         assert json.loads(record.read_text())["pid"] == os.getpid()
 
 
-def test_owner_touches_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_owner_updates_record_timestamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_owner, "HEARTBEAT_SECONDS", 0.02)
     with owning_run(tmp_path):
         record = tmp_path / RECORD
@@ -142,7 +142,7 @@ def test_owner_touches_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert record.stat().st_mtime > 1
 
 
-def test_every_command_refuses_owned_folder(tmp_path: Path, chat_model: str, capfd: pytest.CaptureFixture[str]):
+def test_commands_reject_owned_folder(tmp_path: Path, chat_model: str, capfd: pytest.CaptureFixture[str]):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("")  # unread: the folder is refused first
     changes: dict[str, Any] = {"data": {"val_data": [str(rows)]}}

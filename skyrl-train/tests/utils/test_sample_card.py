@@ -30,11 +30,11 @@ def test_card_shows_messages_by_role_and_failure():
         ("é 日本 👩\u200d💻\n", "é 日本 👩\u200d💻\n"),
     ],
 )
-def test_text_cannot_steer_the_terminal(text: str, shown: str):
+def test_terminal_control_sequences_are_escaped(text: str, shown: str):
     assert readable(text) == shown
 
 
-def test_a_long_text_loses_its_middle():
+def test_long_text_is_truncated_in_middle():
     assert readable("a" * 600 + "b" * 600, max_chars=9) == "aaaaaa … 1,191 characters … bbb"
 
 
@@ -46,12 +46,12 @@ def log():
     global_logger.remove(handler)
 
 
-def test_an_example_is_logged_as_it_is(log: io.StringIO):
+def test_example_is_logged_verbatim(log: io.StringIO):
     log_example(global_logger, "<b>{x}</b>", "<red>4\n6</red>\\", [0.0, 1.0], stop_reason="stop")
     assert log.getvalue() == "sample\n── prompt\n│ <b>{x}</b>\n── response · reward 1 · stop\n│ <red>4\n│ 6</red>\\\n"
 
 
-def test_an_example_that_cannot_be_shown_does_not_raise(log: io.StringIO):
+def test_unprintable_example_does_not_raise(log: io.StringIO):
     class Unprintable:
         def __str__(self) -> str:
             raise RuntimeError("no text")

@@ -25,7 +25,7 @@ def copies(tmp_path: Path) -> list[Path]:
     return [path for root in (tmp_path / "temporary").iterdir() for path in root.iterdir()]
 
 
-def test_copy_is_shared_and_deleted_by_the_last_reader(tmp_path: Path, records: dict[str, FileRecord]):
+def test_shared_copy_is_deleted_by_last_reader(tmp_path: Path, records: dict[str, FileRecord]):
     first = SharedDownload(tmp_path / "source", records)
     (tmp_path / "source" / "a").unlink()  # a second download would fail
     second = SharedDownload(tmp_path / "source", records)
@@ -36,7 +36,7 @@ def test_copy_is_shared_and_deleted_by_the_last_reader(tmp_path: Path, records: 
     assert copies(tmp_path) == []
 
 
-def test_damage_is_named_and_nothing_stays(tmp_path: Path, records: dict[str, FileRecord]):
+def test_corruption_is_named_and_nothing_is_kept(tmp_path: Path, records: dict[str, FileRecord]):
     (tmp_path / "source" / "b").write_text("x")
     with pytest.raises(CheckpointError, match=r"source/b is not what was written \(its hash differs\)"):
         SharedDownload(tmp_path / "source", records)
@@ -46,7 +46,7 @@ def test_damage_is_named_and_nothing_stays(tmp_path: Path, records: dict[str, Fi
     assert copies(tmp_path) == []
 
 
-def test_copy_of_a_killed_process_is_deleted_and_one_in_use_is_kept(tmp_path: Path, records: dict[str, FileRecord]):
+def test_orphaned_copy_is_deleted_and_used_copy_is_kept(tmp_path: Path, records: dict[str, FileRecord]):
     used = SharedDownload(tmp_path / "source", records)
     killed = used.folder.with_name("of_a_killed_process")
     killed.mkdir()

@@ -5,7 +5,7 @@ import pytest
 from skyrl_train.utils.timer import Timer
 
 
-def test_seconds_add_up_under_a_name():
+def test_seconds_accumulate_per_name():
     seconds = {"generate": 100.0}
     for _ in range(2):
         with Timer("generate", seconds):
@@ -13,14 +13,14 @@ def test_seconds_add_up_under_a_name():
     assert 100.0 < seconds["generate"] < 101.0
 
 
-async def test_waiting_counts_in_an_async_block():
+async def test_async_block_includes_waiting_time():
     seconds: dict[str, float] = {}
     async with Timer("wait", seconds):
         await asyncio.sleep(0.02)
     assert 0.02 <= seconds["wait"] < 5
 
 
-def test_a_block_that_raises_is_timed_too():
+def test_raising_block_is_timed():
     seconds: dict[str, float] = {}
     with pytest.raises(KeyError), Timer("fails", seconds):
         raise KeyError

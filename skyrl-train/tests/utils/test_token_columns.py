@@ -8,7 +8,7 @@ import pytest
 from skyrl_train.utils.token_columns import decode_columns, encode_columns
 
 
-def test_columns_come_back_with_their_digits_and_nothing_for_what_is_not_known():
+def test_columns_round_trip_with_precision_and_missing_values():
     log_probs = [-0.12345678, math.nan, -1e-7, -math.inf]
     row = encode_columns(
         {
@@ -26,7 +26,7 @@ def test_columns_come_back_with_their_digits_and_nothing_for_what_is_not_known()
 
 
 @pytest.mark.parametrize("text", ["no base64!", "AAAAAA==", 7, None])  # 4 bytes are no whole number of 8
-def test_damaged_column_is_left_out(text: object):
+def test_corrupt_column_is_skipped(text: object):
     good = encode_columns({"advantages": np.array([0.5])})
     assert decode_columns({**good, "trainer_log_probs": text, "uid": "a"}).keys() - {"trainer_log_probs"} == {
         "advantages"

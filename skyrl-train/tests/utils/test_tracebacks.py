@@ -33,7 +33,7 @@ def line_of(code: str) -> int:
     return next(number for number, line in enumerate(lines, start=1) if line.strip() == code)
 
 
-def test_raising_place_has_user_frames_without_library_frames():
+def test_raise_location_omits_library_frames():
     error = raised(mine)
     last = where_raised(error).splitlines()[-1]
     number = line_of('json.loads("no JSON")')
@@ -42,21 +42,21 @@ def test_raising_place_has_user_frames_without_library_frames():
     assert described(error).startswith("JSONDecodeError: Expecting value")
 
 
-def test_raising_place_follows_the_cause_of_an_error_of_ours():
+def test_raise_location_follows_cause_of_framework_error():
     error = raised(SkyRLConfig.from_dict, {"trainer": {"run_di": 1}})
     error.__traceback__ = None  # as one that an error of ours wraps and that has no frame of the user
     error.__cause__ = raised(mine)
     assert "in mine: json.loads" in where_raised(error)
 
 
-def test_raising_place_of_endless_recursion_is_short():
+def test_raise_location_of_infinite_recursion_is_short():
     def again() -> None:
         again()
 
     assert len(where_raised(raised(again)).splitlines()) == 4
 
 
-def test_raising_place_without_user_frames_is_the_last_frame():
+def test_raise_location_without_user_frames_is_last_frame():
     namespace = {"__name__": "skyrl_train.something", "json": json}
     exec(compile("def inner():\n    json.loads('x')", "/ours/something.py", "exec"), namespace)
     error = raised(namespace["inner"])
@@ -65,7 +65,7 @@ def test_raising_place_without_user_frames_is_the_last_frame():
     assert "raw_decode" in where_raised(error)
 
 
-def test_traceback_goes_to_the_log_file_once_and_not_to_the_console(tmp_path: Path, capfd):
+def test_traceback_is_written_once_to_log_file_and_not_console(tmp_path: Path, capfd):
     try:
         configure_logging(tmp_path / "trainer.log")
         for _ in range(3):
@@ -101,13 +101,13 @@ def sent(action, *args) -> Exception:
     return pickle.loads(pickle.dumps(raised(act)))
 
 
-def test_frames_survive_the_way_to_another_process():
+def test_frames_survive_process_boundary():
     arrived = sent(fail_by, RolloutError("tool", "no server"))
     assert isinstance(arrived, RolloutError) and (arrived.kind, str(arrived)) == ("tool", "no server")
     assert arrived.__traceback__ is None and where_raised(arrived).endswith("in fail_by: raise error")
 
 
-def test_an_exception_that_does_not_survive_pickling_arrives_as_text():
+def test_unpicklable_exception_is_sent_as_text():
     unpicklable = sent(fail_by, NeedsTwo("two", "words"))
     assert isinstance(unpicklable, WorkerError)
     assert str(unpicklable).startswith("raised NeedsTwo: two words\n")

@@ -26,18 +26,18 @@ STEP = {
 }
 
 
-def test_the_console_shows_a_step_in_a_line():
+def test_console_prints_single_line_per_step():
     assert console_line(STEP, 12, 60) == (
         "step 12/60  reward 0.431  loss -0.0123  kl 0.0020  grad 0.50  length 42.0  6.2 s (generate 3.1, train 1.9)"
     )
 
 
-def test_metrics_the_console_does_not_know_are_shown_as_they_come():
+def test_console_prints_unknown_metrics_unformatted():
     assert console_line({f"mine/{i}": i / 3 for i in range(60)}, 1).startswith("step 1  mine/0 0.0000  mine/1 0.3333  ")
     assert len(console_line({f"mine/{i}": i / 3 for i in range(60)}, 1)) < 200
 
 
-def test_samples_are_one_row_of_text_each():
+def test_samples_are_logged_as_text_rows():
     assert markdown_table([("2+2?", "4 | <b>\nfour", 1.0), ("a", "b", None)]).splitlines() == [
         "| prompt | response | reward |",
         "| ---|---|--- |",
@@ -54,7 +54,7 @@ def logged():
     logger.remove(handler)
 
 
-def test_every_log_goes_to_the_console_and_the_run_folder(tmp_path: Path, logged: list[str], monkeypatch):
+def test_metrics_are_logged_to_console_and_run_folder(tmp_path: Path, logged: list[str], monkeypatch):
     monkeypatch.delenv("LOG_LEVEL", raising=False)
     run = RunFolder(tmp_path)
     with Tracking("project", "run", "console", run_folder=run) as tracking:
@@ -72,7 +72,7 @@ def test_console_shows_all_metrics_at_debug_level(logged: list[str], monkeypatch
     assert "some/other: 1.0000" in logged[1]
 
 
-def test_an_unknown_backend_is_an_error():
+def test_unknown_backend_is_rejected():
     with pytest.raises(
         ConfigError, match=r"trainer.logger must be one or several of console, tensorboard.*got 'weights'"
     ):
@@ -80,7 +80,7 @@ def test_an_unknown_backend_is_an_error():
 
 
 @pytest.mark.parametrize("package", ["wandb", "tensorboard", "mlflow", "swanlab", "trackio"])
-def test_a_backend_that_is_not_installed_is_an_error_that_names_the_extra(package: str, monkeypatch):
+def test_uninstalled_backend_error_names_extra(package: str, monkeypatch):
     import_module = __import__("importlib").import_module
 
     def without_package(name: str, *arguments: Any) -> Any:
@@ -105,7 +105,7 @@ class Config:
 
 
 @pytest.mark.parametrize("config", [Config(), OmegaConf.structured(Config()), {"optimizer": {"lr": 1e-6}, "seed": 1}])
-def test_a_config_may_be_held_in_any_way(config: Any):
+def test_config_is_accepted_in_any_container(config: Any):
     assert plain_config(config) == {"optimizer": {"lr": 1e-6}, "seed": 1}
     assert plain_config(None) == {}
 
@@ -146,7 +146,7 @@ def tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.slow
-def test_tensorboard_events_can_be_read_back_and_a_resumed_run_replaces_what_it_repeats(tmp_path: Path):
+def test_resumed_tensorboard_run_replaces_repeated_steps(tmp_path: Path):
     pytest.importorskip("tensorboard")
     for first_step in (1, 2):
         process = track("tensorboard", tmp_path, first_step)
@@ -159,7 +159,7 @@ def test_tensorboard_events_can_be_read_back_and_a_resumed_run_replaces_what_it_
 
 
 @pytest.mark.slow
-def test_wandb_offline_keeps_a_run_that_a_resumed_process_goes_on_with(tmp_path: Path):
+def test_resumed_process_continues_offline_wandb_run(tmp_path: Path):
     pytest.importorskip("wandb")
     for first_step in (1, 3):
         process = track("wandb", tmp_path, first_step, WANDB_MODE="offline")
@@ -171,7 +171,7 @@ def test_wandb_offline_keeps_a_run_that_a_resumed_process_goes_on_with(tmp_path:
 
 
 @pytest.mark.slow
-def test_wandb_without_a_key_is_an_error_that_says_what_to_set(tmp_path: Path):
+def test_wandb_without_key_error_names_variable(tmp_path: Path):
     pytest.importorskip("wandb")
     process = track("wandb", tmp_path, WANDB_MODE="online", WANDB_API_KEY="")
     assert "ConfigError: trainer.logger=wandb cannot start" in process.stderr
@@ -179,7 +179,7 @@ def test_wandb_without_a_key_is_an_error_that_says_what_to_set(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_mlflow_keeps_metrics_and_settings_in_files_when_there_is_no_server(tmp_path: Path):
+def test_mlflow_writes_metrics_and_settings_to_files_without_server(tmp_path: Path):
     pytest.importorskip("mlflow")
     of_a_rank = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}  # the tracker joins no group
     process = track("mlflow", tmp_path, MLFLOW_TRACKING_URI="", **of_a_rank)
@@ -192,7 +192,7 @@ def test_mlflow_keeps_metrics_and_settings_in_files_when_there_is_no_server(tmp_
 
 
 @pytest.mark.slow
-def test_swanlab_offline_keeps_a_run_to_send_later(tmp_path: Path):
+def test_swanlab_offline_run_is_stored(tmp_path: Path):
     pytest.importorskip("swanlab")
     process = track("swanlab", tmp_path, SWANLAB_MODE="offline")
     assert process.returncode == 0, process.stderr
@@ -202,7 +202,7 @@ def test_swanlab_offline_keeps_a_run_to_send_later(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_swanlab_without_a_key_is_an_error_that_says_what_to_set(tmp_path: Path):
+def test_swanlab_without_key_error_names_variable(tmp_path: Path):
     pytest.importorskip("swanlab")
     process = track("swanlab", tmp_path, SWANLAB_MODE="cloud", SWANLAB_API_KEY="")
     assert "ConfigError: trainer.logger=swanlab cannot start" in process.stderr

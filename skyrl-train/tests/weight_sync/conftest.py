@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.distributed.process_group import free_port
+from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train.weight_sync.plan import Route, init_infos_for
 from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train_testing.weight_holders import CPU, HolderInfo, HoldersInThreads, WeightHolder
@@ -31,7 +31,7 @@ def connect(tmp_path: Path) -> Iterator[Connect]:
                 [Route(*ways)] * len(holders),
                 [HolderInfo()] * len(holders),
                 master_address="127.0.0.1",
-                master_port=free_port(),
+                master_port=find_free_port(),
                 directory=str(tmp_path / "weights"),
                 verification=verification,
                 timeout_seconds=timeout_seconds,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.distributed.process_group import free_port
+from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
 from skyrl_train.weight_sync.payload import NamedTensor, Payload
@@ -38,7 +38,7 @@ def sender_to(engines: HolderProcesses, count: int, ways: tuple[Any, Any], folde
         [Route(*ways)] * count,
         [HolderInfo()] * count,
         master_address="127.0.0.1",
-        master_port=free_port(),
+        master_port=find_free_port(),
         directory=str(folder),
         verification="full",
         timeout_seconds=DEADLINE_SECONDS,
@@ -91,7 +91,7 @@ time.sleep(60)
 
 
 def test_an_engine_whose_trainer_is_killed_in_mid_broadcast_learns_of_it(tmp_path):
-    port = free_port()
+    port = find_free_port()
     command = [sys.executable, "-c", SENDER_THAT_STOPS_HALFWAY, str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
         info = WeightSyncInitInfo(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.distributed.process_group import free_port
+from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train.errors import WorkerError
 from skyrl_train.weight_sync.base import WeightUpdateRequest, WeightUpdates
 from skyrl_train.weight_sync.lockstep import PolicyRanks
@@ -108,7 +108,7 @@ class Policy:
             routes,
             [HolderInfo()] * len(engines),
             master_address="127.0.0.1",
-            master_port=free_port(),
+            master_port=find_free_port(),
             directory=str(directory),
             verification="full",
         )

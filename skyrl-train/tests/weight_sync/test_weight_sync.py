@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.distributed.process_group import free_port
+from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train.errors import WeightSyncError, WorkerError
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.broadcast import BroadcastGroup
@@ -251,7 +251,7 @@ def test_an_engine_of_several_processes_takes_several_ranks(tmp_path):
         [Route("broadcast")],
         [HolderInfo(num_weight_processes=2)],
         master_address="127.0.0.1",
-        master_port=free_port(),
+        master_port=find_free_port(),
         timeout_seconds=20.0,
     )
     received: dict[int, Any] = {}
@@ -379,7 +379,11 @@ def test_an_engine_that_dies_on_the_way_is_named_with_bucket_and_tensors(ways, c
 
 def test_a_group_that_one_member_does_not_join_is_an_error_in_time():
     info = WeightSyncInitInfo(
-        transport="broadcast", master_address="127.0.0.1", master_port=free_port(), world_size=2, timeout_seconds=2.0
+        transport="broadcast",
+        master_address="127.0.0.1",
+        master_port=find_free_port(),
+        world_size=2,
+        timeout_seconds=2.0,
     )
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not join .* at 127.0.0.1:\d+ within 2 s"):

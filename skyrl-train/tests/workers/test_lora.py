@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.errors import CheckpointError
-from skyrl_train.models.lora import adapters_of
+from skyrl_train.models.lora import find_adapters
 from skyrl_train.training_backends.base import RankInfo
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
@@ -152,7 +152,7 @@ def test_a_checkpoint_holds_what_is_trained_and_the_run_goes_on_exactly(with_lor
     take_step(worker, ragged_batch())
     worker.save_checkpoint(str(tmp_path))
     names = {name for file in tmp_path.glob("state_*.safetensors") for name in load_file(file)}
-    of_adapters = {name for adapter in adapters_of(worker.backend.transformer) for name in adapter.matrices}
+    of_adapters = {name for adapter in find_adapters(worker.backend.transformer) for name in adapter.matrices}
     assert {name for name in names if "/" not in name} == of_adapters
     assert len(names) == 4 * len(of_adapters), "a weight, two moments, a number of steps"
     take_step(worker, ragged_batch())
@@ -229,7 +229,7 @@ def test_adapters_leave_alone_with_their_fingerprints(with_lora, start, ragged_b
 def logits_of_worker(worker: PolicyWorker) -> torch.Tensor:
     """Compute the logits of the model with its adapters beside the weights, written out."""
     model = AutoModelForCausalLM.from_pretrained(worker.backend.settings.model.path, dtype=torch.float32)
-    for adapter in adapters_of(worker.backend.transformer):
+    for adapter in find_adapters(worker.backend.transformer):
         with torch.no_grad():
             delta = adapter.scaling * adapter.b.full_tensor() @ adapter.a.full_tensor()  # type: ignore[attr-defined]
             model.get_parameter(f"{adapter.layer}.weight").add_(delta)

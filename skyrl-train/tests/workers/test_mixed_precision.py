@@ -8,12 +8,12 @@ import torch
 import transformers as hf
 
 from skyrl_train.config import FSDPConfig
-from skyrl_train.distributed.process_group import make_mesh
+from skyrl_train.distributed.process_group import build_mesh
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.scoring import ScoringModel
-from skyrl_train.models.weight_files import modules_in_float32
+from skyrl_train.models.weight_files import find_float32_modules
 from skyrl_train.training_backends.fsdp2.sharding import shard_model
 from skyrl_train_testing.architectures import ARCHITECTURES
 
@@ -28,7 +28,7 @@ def test_bfloat16_gives_nearly_the_log_probs_and_gradient_of_float32(
     log_probs, norms = {}, {}
     for bf16 in (False, True):
         transformer = load_causal_lm(tiny_model, device=CPU, gradient_checkpointing=gradient_checkpointing)
-        model = shard_model(ScoringModel(transformer), make_mesh(CPU), FSDPConfig(), bf16=bf16)
+        model = shard_model(ScoringModel(transformer), build_mesh(CPU), FSDPConfig(), bf16=bf16)
         log_probs[bf16] = model(ids, torch.ones_like(ids), 4, 1.0).log_probs
         log_probs[bf16].sum().backward()
         gradients = [
@@ -51,7 +51,7 @@ def rows_and_mask() -> tuple[torch.Tensor, torch.Tensor]:
 def sharded_log_probs(folder: str, *, bf16: bool) -> torch.Tensor:
     """Return log-probs [24, 32] of one FSDP2 rank, 0 at padding."""
     ids, mask = rows_and_mask()
-    model = shard_model(ScoringModel(load_causal_lm(folder, device=CPU)), make_mesh(CPU), FSDPConfig(), bf16=bf16)
+    model = shard_model(ScoringModel(load_causal_lm(folder, device=CPU)), build_mesh(CPU), FSDPConfig(), bf16=bf16)
     return model(ids, mask, 32, 1.0).log_probs
 
 
@@ -96,7 +96,7 @@ def test_routers_that_transformers_keeps_in_float32_stay_so(tmp_path: Path, grou
     config = hf.Ernie4_5_MoeConfig(**sizes, **experts, vocab_size=99, initializer_range=0.2)
     hf.Ernie4_5_MoeForCausalLM(config).save_pretrained(tmp_path)
     rounded = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert len(modules_in_float32(rounded, torch.bfloat16)) == 2
+    assert len(find_float32_modules(rounded, torch.bfloat16)) == 2
     ids, mask = rows_and_mask()
     expected = ScoringModel(rounded)(ids, mask, 32, 1.0).log_probs.float()
     assert torch.equal(sharded_log_probs(str(tmp_path), bf16=True), expected)
@@ -111,7 +111,7 @@ def test_own_parameters_that_transformers_keeps_in_float32_stay_so(folder_of: An
         if name.endswith(".sinks"):
             rounded.get_parameter(name).data = parameter.detach().clone()
     exact._keep_in_fp32_modules_strict = {"sinks"}
-    model = shard_model(ScoringModel(exact), make_mesh(CPU), FSDPConfig(), bf16=True)
+    model = shard_model(ScoringModel(exact), build_mesh(CPU), FSDPConfig(), bf16=True)
     output = model(ids, mask, 32, 1.0).log_probs
     assert torch.equal(output, ScoringModel(rounded)(ids, mask, 32, 1.0).log_probs.float())
     output.sum().backward()
@@ -133,4 +133,4 @@ def test_parameters_that_cannot_stay_in_float32_beside_others_are_refused_by_nam
     exact.model.register_parameter("scale", torch.nn.Parameter(torch.ones(1)))
     exact._keep_in_fp32_modules_strict = {kept}
     with pytest.raises(ConfigError, match=says + ".*trainer.bf16=false"):
-        shard_model(ScoringModel(exact), make_mesh(CPU), FSDPConfig(), bf16=True)
+        shard_model(ScoringModel(exact), build_mesh(CPU), FSDPConfig(), bf16=True)

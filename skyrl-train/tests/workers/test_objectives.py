@@ -8,8 +8,8 @@ import torch
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.models.experts import RouterStatistics, auxiliary_loss
-from skyrl_train.training_backends.base import ParallelInfo, Scores, merge_metric_sums, without_weight
+from skyrl_train.models.experts import RouterStatistics, compute_auxiliary_loss
+from skyrl_train.training_backends.base import ParallelInfo, Scores, build_dummy, merge_metric_sums
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.workers.objectives.critic import CriticObjective
 from skyrl_train.workers.objectives.policy import PolicyObjective
@@ -76,7 +76,7 @@ def test_missing_old_log_probs_give_ratio_1_and_the_gradient_of_the_policy():
 
 
 def test_dummy_micro_batch_counts_nothing():
-    dummy = without_weight(micro_batch())
+    dummy = build_dummy(micro_batch())
     assert dummy.tensor("loss_mask").sum() == dummy.tensor("loss_weights").sum() == 0
     loss, sums = policy_objective()(Scores(LOG_PROBS, ENTROPY), dummy)
     assert loss.item() == 0.0
@@ -101,8 +101,8 @@ def test_critic_loss_is_half_the_squared_error():
 def test_router_statistics_of_one_rank_are_the_whole_and_none_of_dummy_rows():
     """Two experts, one layer, 4 tokens, all sent to the first with probability 0.75: 2 x (1 x 0.75) = 1.5."""
     own = RouterStatistics(torch.tensor([[4.0, 0.0]]), torch.tensor([[3.0, 1.0]]), 4)
-    whole = sum_over_ranks(own + own.zeros(), ParallelInfo())
-    assert (auxiliary_loss(whole), whole.num_tokens) == (pytest.approx(1.5), 4)
+    whole = sum_over_ranks(own + own.build_zeros(), ParallelInfo())
+    assert (compute_auxiliary_loss(whole), whole.num_tokens) == (pytest.approx(1.5), 4)
 
 
 def test_data_parallel_ranks_are_groups_of_consecutive_ranks():

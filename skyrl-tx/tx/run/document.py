@@ -12,7 +12,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from skyrl_train.config import GeneratorConfig
-from skyrl_train.config.document import field_meanings
+from skyrl_train.config.document import read_field_meanings
 from tx.tinker.backends.build import SAMPLING_SETTINGS
 from tx.tinker.backends.skyrl_train.settings import (
     GENERATOR_SETTINGS,
@@ -63,7 +63,7 @@ def render_page() -> str:
         )
         for name, field in EngineConfig.model_fields.items()
     ]
-    meanings = field_meanings(TrainingSettings)
+    meanings = read_field_meanings(TrainingSettings)
     training = [
         _render_row(field.name, _render_default(field.default), meanings[field.name])
         for field in fields(TrainingSettings)
@@ -87,7 +87,7 @@ def render_page() -> str:
 
 
 def _describe_ray() -> list[str]:
-    own, training = field_meanings(SkyRLTrainSettings), field_meanings(TrainingSettings)
+    own, training = read_field_meanings(SkyRLTrainSettings), read_field_meanings(TrainingSettings)
     rows = [
         _render_row(field.name, _render_default(field.default), own[field.name])
         for field in fields(SkyRLTrainSettings)
@@ -100,7 +100,7 @@ def _describe_ray() -> list[str]:
 
 
 def _describe_engines() -> list[str]:
-    meanings = field_meanings(GeneratorConfig)
+    meanings = read_field_meanings(GeneratorConfig)
     defaults = asdict(GeneratorConfig()) | {"backend": "vllm", "model_dtype": None, "remote_inference_engine_urls": []}
     return [
         _render_row(f"generator.{name}", _render_default(defaults[name]), meanings[name]) for name in GENERATOR_SETTINGS

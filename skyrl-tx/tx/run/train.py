@@ -49,7 +49,7 @@ def run(options: TrainOptions) -> None:
         settings = validate_supervised_cfg(values, SupervisedConfig)
     except SkyRLError as error:
         raise ConfigError(str(error)) from None
-    run_experiment(settings.as_training_config(), lambda _: SupervisedExp(settings))
+    run_experiment(settings.to_training_config(), lambda _: SupervisedExp(settings))
 
 
 def build_trainer_settings(options: TrainOptions) -> dict[str, Any]:

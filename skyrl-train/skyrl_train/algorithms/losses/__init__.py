@@ -1,7 +1,7 @@
-"""Policy losses. Importing this package registers them, each with its requirements.
+"""Policy losses. Importing this package registers them with their requirements.
 
-A module for each kind: `surrogates` (importance-weighted policy gradients), `covariance` (some tokens of the mini-batch
-apart), `rollout` (against the policy that wrote the tokens), `supervised` and `preference` (no rewards at all).
+Modules: `surrogates` (importance-weighted policy gradients), `covariance` (special treatment of selected tokens),
+`rollout` (relative to the rollout policy), `supervised` and `preference` (without rewards).
 """
 
 from skyrl_train.algorithms.losses.contract import (

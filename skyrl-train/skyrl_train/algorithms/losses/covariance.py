@@ -1,10 +1,10 @@
-"""Losses that hold back the few tokens which drive entropy down: those whose log-prob and advantage go together.
+"""Losses that restrain the few tokens which drive entropy down, because their log-prob and advantage covary.
 
-The covariance of a token (https://arxiv.org/abs/2505.22617, section 4) compares it with all tokens of the mini-batch:
+The covariance of a token (https://arxiv.org/abs/2505.22617, section 4) is relative to all tokens of the mini-batch:
 
     cov_bt = (log pi_bt - mean log pi) * (A_bt - mean A)
 
-so which tokens are treated apart is chosen over the whole mini-batch (the selectors here), and the losses are told.
+so tokens are selected over the whole mini-batch (by the selectors here) and passed to the losses.
 
 Shapes: B sequences, T response tokens, N tokens of the loss mask.
 """
@@ -15,7 +15,7 @@ from typing import Annotated
 import torch
 
 from skyrl_train.algorithms.losses.contract import importance_ratio, register_policy_loss, register_token_selector
-from skyrl_train.algorithms.losses.surrogates import clipped_surrogate
+from skyrl_train.algorithms.losses.surrogates import compute_clipped_surrogate
 from skyrl_train.algorithms.masking import apply_mask
 from skyrl_train.config import AlgorithmConfig, BaseConfig
 from skyrl_train.config.bounds import AtLeast, Between, NotAbove
@@ -46,8 +46,10 @@ class KLCovConfig(BaseConfig):
     """Weight of the penalty |log_prob - old_log_prob|."""
 
 
-def token_covariance(log_probs: torch.Tensor, advantages: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """cov [B, T] as above, in float64 (a mini-batch has millions of tokens); 0 outside the mask."""
+def compute_token_covariance(
+    log_probs: torch.Tensor, advantages: torch.Tensor, loss_mask: torch.Tensor
+) -> torch.Tensor:
+    """Compute cov [B, T] as above, in float64 (a mini-batch has millions of tokens); 0 outside the mask."""
     log_probs, advantages = apply_mask(loss_mask, log_probs.double(), advantages.double())
     # Means over tokens: the padding was set to 0 and must not count in the denominator either.
     num_tokens = (loss_mask != 0).sum().clamp(min=1)
@@ -67,19 +69,19 @@ def clip_cov_tokens(
     noise: torch.Tensor,
     config: AlgorithmConfig,
 ) -> torch.Tensor:
-    """max(1, int(clip_ratio * N)) tokens [B, T] drawn at random among those with clip_cov_lb < cov < clip_cov_ub that
-    PPO's clip has not silenced anyway; all of them if there are fewer, none if there is none."""
+    """Select max(1, int(clip_ratio * N)) tokens [B, T] at random among candidates: clip_cov_lb < cov < clip_cov_ub, and
+    not already clipped by PPO. Selects all candidates if there are fewer."""
     log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
-    _, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
-    cov = token_covariance(log_probs, advantages, loss_mask)
+    _, metrics = compute_clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    cov = compute_token_covariance(log_probs, advantages, loss_mask)
     own = config.section(ClipCovConfig)
     candidates = (cov > own.clip_cov_lb) & (cov < own.clip_cov_ub)
-    # A token without a gradient would use up one of the few places.
+    # A token without a gradient would use up one of the few selected tokens.
     candidates &= (metrics["clip_ratio"] == 0) & (loss_mask != 0)
-    # Noise is drawn on the driver, below 1, and travels with the rows: the choice is the same on any number of ranks.
-    # 2 sorts the rest behind.
+    # Noise is below 1, drawn on the driver, and stays with the rows: the choice is the same on any number of ranks. 2
+    # sorts all other tokens last.
     order = torch.where(candidates, noise, 2.0).flatten().argsort()
-    return _first(order, candidates, own.clip_ratio, loss_mask)
+    return _select_first(order, candidates, own.clip_ratio, loss_mask)
 
 
 @register_token_selector("kl_cov")
@@ -92,18 +94,18 @@ def kl_cov_tokens(
     noise: torch.Tensor,
     config: AlgorithmConfig,
 ) -> torch.Tensor:
-    """The max(1, int(kl_cov_frac * N)) tokens [B, T] of highest covariance; ties go by noise."""
+    """Select the max(1, int(kl_cov_frac * N)) tokens [B, T] of highest covariance; noise breaks ties."""
     candidates = loss_mask != 0
-    cov = torch.where(candidates, token_covariance(log_probs, advantages, loss_mask), float("-inf")).flatten()
+    cov = torch.where(candidates, compute_token_covariance(log_probs, advantages, loss_mask), float("-inf")).flatten()
     by_noise = torch.where(candidates, noise, 2.0).flatten().argsort()
     # Sorted by the second key first, then stably by the first.
     order = by_noise[cov[by_noise].argsort(descending=True, stable=True)]
-    return _first(order, candidates, config.section(KLCovConfig).kl_cov_frac, loss_mask)
+    return _select_first(order, candidates, config.section(KLCovConfig).kl_cov_frac, loss_mask)
 
 
-def _first(order: torch.Tensor, candidates: torch.Tensor, share: float, loss_mask: torch.Tensor) -> torch.Tensor:
-    """Select among the candidates [B, T] the given fraction of all tokens, at least one, that come first in `order` [B
-    * T]."""
+def _select_first(order: torch.Tensor, candidates: torch.Tensor, share: float, loss_mask: torch.Tensor) -> torch.Tensor:
+    """Select the given fraction of all tokens, at least one, from the candidates [B, T] in the sequence of `order` [B *
+    T]."""
     wanted = max(1, int(share * int((loss_mask != 0).sum())))
     selected = torch.zeros_like(candidates).flatten()
     selected[order[:wanted]] = True
@@ -124,17 +126,17 @@ def clip_cov_policy_loss(
     """Compute PPO's clipped surrogate without the selected tokens (Clip-Cov, https://arxiv.org/abs/2505.22617, section
     4):
 
-        loss = 0 at tokens that `clip_cov_tokens` chose, PPO's loss elsewhere
+        loss = 0 at tokens selected by `clip_cov_tokens`, PPO's loss elsewhere
 
-    Those tokens stay in the mean. Metrics: `clip_ratio` (1 where PPO's clip or the choice took the gradient away),
-    `selected_ratio` (1 where the choice did) and `ratio`.
+    Selected tokens still count in the mean. Metrics: `clip_ratio` (1 where clip or selection removed the gradient),
+    `selected_ratio` (1 at selected tokens) and `ratio`.
     """
     log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
-    loss, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    loss, metrics = compute_clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
     selected = selected_tokens.float()
-    # The clip and the choice are disjoint among candidates; the maximum also holds where a user chooses otherwise.
+    # Clip and selection are disjoint among candidates; the maximum also handles custom selectors.
     metrics |= {"clip_ratio": torch.maximum(metrics["clip_ratio"], selected), "selected_ratio": selected}
-    # A constant has no gradient; the token's weight stays in the mean, so the others are not scaled up.
+    # A constant has no gradient; the token's weight stays in the mean, so the other tokens are not scaled up.
     return torch.where(selected_tokens, 0.0, loss), metrics
 
 
@@ -149,9 +151,10 @@ def kl_cov_policy_loss(
     *,
     selected_tokens: torch.Tensor,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The unclipped surrogate, penalised at the selected tokens (KL-Cov, https://arxiv.org/abs/2505.22617, section 4):
+    """Compute the unclipped surrogate with a penalty at selected tokens (KL-Cov, https://arxiv.org/abs/2505.22617,
+    section 4):
 
-        loss = -ratio * A + ppo_kl_coef * |log pi - log pi_old|        at tokens that `kl_cov_tokens` chose
+        loss = -ratio * A + ppo_kl_coef * |log pi - log pi_old|        at tokens selected by `kl_cov_tokens`
         loss = -ratio * A                                              elsewhere
 
     The penalty has no gradient at ratio 1. Metrics: `ratio` and `selected_ratio` (1 at selected tokens).

@@ -1,6 +1,6 @@
-"""Learning from pairs of answers of which one is preferred.
+"""Losses for preference pairs.
 
-Shapes: B sequences (pairs side by side), T response tokens, P = B / 2 pairs.
+Shapes: B sequences (pairs in adjacent rows), T response tokens, P = B / 2 pairs.
 """
 
 from dataclasses import dataclass
@@ -33,21 +33,23 @@ def dpo_loss(
     loss_mask: torch.Tensor | None = None,
     rollout_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Direct preference optimization (https://arxiv.org/abs/2305.18290, eq. 7). With s_b = sum_t log(pi / pi_ref):
+    """Compute the loss of direct preference optimization (https://arxiv.org/abs/2305.18290, eq. 7). With s_b = sum_t
+    log(pi / pi_ref):
 
         margin = dpo.beta * (s_chosen - s_rejected)
         loss   = -log sigmoid(margin)
 
     Every token of both rows has the loss of their pair, so `loss_reduction=sequence_mean` is the mean over pairs. A
-    pair of which one row has no token compares nothing: its loss is 0.
+    pair in which a row has no tokens has loss 0.
 
     Args:
         log_probs: [B, T]; rows 2k are chosen, rows 2k + 1 are rejected.
         old_log_probs: [B, T], of the reference model.
-        loss_mask: [B, T], 1 on the tokens of the answers; None: on all.
+        loss_mask: [B, T], 1 on response tokens; None: on all.
 
     Returns:
-        loss [B, T]; metrics `dpo_accuracy` (1 where the chosen answer is ahead) and `dpo_margin`, each the pair's.
+        loss [B, T]; pair metrics `dpo_accuracy` (1 if the chosen response has the higher implicit reward) and
+        `dpo_margin`.
 
     Raises:
         ValueError: an odd number of rows.
@@ -63,12 +65,12 @@ def dpo_loss(
     # logsigmoid, not log(sigmoid): the latter is -inf where the margin is very negative.
     loss_P = torch.where(complete_P, -torch.nn.functional.logsigmoid(margin_P), 0.0)
 
-    def of_tokens(value_P: torch.Tensor) -> torch.Tensor:
+    def expand_to_tokens(value_P: torch.Tensor) -> torch.Tensor:
         # The reduction divides by tokens or sequences, so each token carries the whole loss of its pair.
         return torch.where(mask != 0, value_P.repeat_interleave(2).unsqueeze(-1), 0.0)
 
     margin_P = margin_P.detach()
-    return of_tokens(loss_P), {
-        "dpo_accuracy": of_tokens((margin_P > 0).float()),
-        "dpo_margin": of_tokens(margin_P),
+    return expand_to_tokens(loss_P), {
+        "dpo_accuracy": expand_to_tokens((margin_P > 0).float()),
+        "dpo_margin": expand_to_tokens(margin_P),
     }

@@ -1,4 +1,4 @@
-"""Learning from given answers.
+"""Losses for given responses (demonstrations).
 
 Shapes: B sequences, T response tokens.
 """
@@ -19,6 +19,8 @@ def cross_entropy_loss(
     loss_mask: torch.Tensor | None = None,
     rollout_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The negative log-likelihood of each token: loss = -log pi [B, T], 0 outside `loss_mask`. Reads nothing else."""
+    """Compute the negative log-likelihood of each token: loss = -log pi [B, T], 0 outside `loss_mask`. Reads nothing
+    else.
+    """
     (log_probs,) = apply_mask(loss_mask, log_probs)
     return -log_probs, {}

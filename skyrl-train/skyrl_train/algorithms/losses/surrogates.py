@@ -1,7 +1,7 @@
-"""Policy gradients weighted by the ratio pi / pi_old, each with its own way to bound what one token can do.
+"""Policy gradients weighted by the ratio pi / pi_old, which differ in how they bound the effect of a token.
 
-Shapes: B sequences, T response tokens. Every loss returns its value at each token [B, T] (0 outside `loss_mask`,
-whatever stands there) and metrics [B, T].
+Shapes: B sequences, T response tokens. Every loss returns its value at each token [B, T] (0 outside `loss_mask`, for
+any input) and metrics [B, T].
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ import torch
 from skyrl_train.algorithms.losses.contract import (
     LOG_RATIO_BOUND,
     LossRequirements,
+    get_required_rollout_logprobs,
     importance_ratio,
     register_policy_loss,
-    required_rollout_logprobs,
 )
 from skyrl_train.algorithms.masking import apply_mask
 from skyrl_train.config import AlgorithmConfig, BaseConfig
@@ -44,13 +44,13 @@ def ppo_policy_loss(
         loss of every token [B, T]; metrics `clip_ratio` (1 where the clipped branch decides) and `ratio`.
     """
     log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
-    return clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    return compute_clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
 
 
-def clipped_surrogate(
+def compute_clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-min(ratio * A, clip(ratio) * A) of every token, whatever the ratio is one of."""
+    """Compute -min(ratio * A, clip(ratio) * A) of every token, for any kind of ratio."""
     # Written as a loss, so min over objectives becomes max over losses.
     plain = -ratio * advantages
     clipped = -ratio.clamp(1 - config.eps_clip_low, 1 + config.eps_clip_high) * advantages
@@ -68,17 +68,17 @@ def dual_clip_policy_loss(
     loss_mask: torch.Tensor | None = None,
     rollout_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO with a second clip, which bounds the loss of a bad token that became much likelier
+    """Compute PPO with a second clip that bounds the loss of tokens with negative advantage and large ratio
     (https://arxiv.org/abs/1912.09729, eq. 5):
 
         loss = PPO's loss                                   where A >= 0
         loss = min(PPO's loss, -clip_ratio_c * A)           where A < 0
 
-    Shapes and metrics as of `regular`.
+    Shapes and metrics as in `regular`.
     """
     log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
-    loss, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
-    # -c * A is a constant in the policy: where it decides, the token has no gradient.
+    loss, metrics = compute_clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    # -c * A is constant in the policy: where it applies, the token has no gradient.
     bounded = torch.minimum(loss, -config.clip_ratio_c * advantages)
     return torch.where(advantages < 0, bounded, loss), metrics
 
@@ -92,26 +92,26 @@ def gspo_policy_loss(
     loss_mask: torch.Tensor | None = None,
     rollout_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Compute PPO's clipped surrogate with one ratio for each sequence, the geometric mean of its tokens' (GSPO-token,
+    """Compute PPO's clipped surrogate with one ratio per sequence, the geometric mean of its token ratios (GSPO-token,
     https://arxiv.org/abs/2507.18071, eq. 13 and 14):
 
         s_b     = exp(mean over the tokens of b of log(pi / pi_old))
         ratio_t = stop_gradient(s_b) * pi_t / stop_gradient(pi_t)
 
-    so the value is the sequence's and each token has its own gradient. Meant for `loss_reduction=sequence_mean`.
+    so the value is per sequence and each token has a separate gradient. Intended for `loss_reduction=sequence_mean`.
 
     Args:
-        loss_mask: [B, T]; the tokens of a sequence are those where it is not 0 (all of them if it is None).
+        loss_mask: [B, T]; nonzero at the tokens of a sequence (None: all tokens).
     """
     log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
     log_ratio = (log_probs - old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    # Whatever weights a mask carries, a token counts once towards the length of its sequence.
+    # For any weights in the mask, a token counts once towards the length of its sequence.
     tokens = torch.ones_like(log_ratio) if loss_mask is None else (loss_mask != 0).to(log_ratio.dtype)
-    # `apply_mask` has made masked positions 0 in both log-probs, so the plain sum is over the tokens alone.
+    # `apply_mask` has set masked positions to 0 in both log-probs, so the plain sum is over the unmasked tokens.
     mean_B1 = log_ratio.sum(-1, keepdim=True) / tokens.sum(-1, keepdim=True).clamp(min=1)
-    # The last two terms cancel in value and not in gradient: d ratio / d log_prob_t = s_b for every token t.
+    # The last two terms cancel in value but not in gradient: d ratio / d log_prob_t = s_b for every token t.
     ratio = (mean_B1.detach() + log_probs - log_probs.detach()).exp()
-    return clipped_surrogate(ratio, advantages, config)
+    return compute_clipped_surrogate(ratio, advantages, config)
 
 
 @dataclass(kw_only=True)
@@ -142,18 +142,19 @@ def cispo_policy_loss(
     loss_mask: torch.Tensor | None = None,
     rollout_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """REINFORCE with a clipped, detached importance weight (CISPO, https://arxiv.org/abs/2506.13585, eq. 4 and 5):
+    """Compute REINFORCE with a clipped, detached importance weight (CISPO, https://arxiv.org/abs/2506.13585, eq. 4 and
+    5):
 
         ratio  = pi / pi_old                    cispo_anchor=old
         ratio  = pi / pi_rollout                cispo_anchor=rollout; `old_log_probs` are not used
         weight = stop_gradient(clip(ratio, 1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high))
         loss   = -weight * A * log pi
 
-    No token loses its gradient to the clip, unlike PPO's. Metrics: `clip_ratio` is 1 where the weight was clipped.
+    Unlike in PPO, clipped tokens keep their gradient. Metrics: `clip_ratio` is 1 where the weight was clipped.
     """
     own = config.section(CISPOConfig)
     if own.cispo_anchor == "rollout":
-        old_log_probs = required_rollout_logprobs(rollout_logprobs, "cispo with cispo_anchor=rollout")
+        old_log_probs = get_required_rollout_logprobs(rollout_logprobs, "cispo with cispo_anchor=rollout")
     log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
     # Detached before the clip: the gradient flows through log_probs alone, as in REINFORCE.
     ratio = importance_ratio(log_probs, old_log_probs).detach()
@@ -182,12 +183,12 @@ def sapo_policy_loss(
     loss_mask: torch.Tensor | None = None,
     rollout_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A soft gate in place of the clip (SAPO, https://arxiv.org/abs/2511.20347):
+    """Compute a policy gradient with a soft gate instead of a clip (SAPO, https://arxiv.org/abs/2511.20347):
 
         gate = 4 / tau * sigmoid(tau * (ratio - 1))         tau = tau_pos where A > 0, else tau_neg
         loss = -gate * A
 
-    Its slope at ratio 1 is 1, as of the plain surrogate, and falls off smoothly on both sides. Metric: `ratio`.
+    The gate's slope is 1 at ratio 1, as for the plain surrogate, and decreases smoothly on both sides. Metric: `ratio`.
     """
     log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
     ratio = importance_ratio(log_probs, old_log_probs)
@@ -206,11 +207,11 @@ def importance_sampling_policy_loss(
     loss_mask: torch.Tensor | None = None,
     rollout_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The surrogate that all others bound (conservative policy iteration, https://arxiv.org/abs/1707.06347, eq. 6):
+    """Compute the unbounded surrogate (conservative policy iteration, https://arxiv.org/abs/1707.06347, eq. 6):
 
         loss = -pi / pi_old * A
 
-    Nothing holds it near the old policy. Metric: `ratio`.
+    It does not constrain the distance to the old policy. Metric: `ratio`.
     """
     log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
     ratio = importance_ratio(log_probs, old_log_probs)

@@ -1,1 +1,3 @@
-"""The rules between settings, one file a subject. `skyrl_train.config.validation` says which run must obey which."""
+"""Rules between settings, one file per subject. `skyrl_train.config.validation` selects the rules of each kind
+of run.
+"""

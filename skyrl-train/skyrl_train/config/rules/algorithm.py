@@ -1,4 +1,4 @@
-"""Rules of the algorithm: which estimator, loss and correction go together, and what each needs."""
+"""Rules of the algorithm: valid combinations of estimator, loss and correction, and their requirements."""
 
 import warnings
 
@@ -6,7 +6,7 @@ from skyrl_train.config.bounds import check_bounds
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.requirements import AdvantageEstimatorRegistry, PolicyLossRegistry, TokenSelectorRegistry
-from skyrl_train.config.rules.checks import check_not_negative, check_order, check_positive, check_shares, require
+from skyrl_train.config.rules.checks import check_not_negative, check_order, check_positive, check_rule, check_shares
 
 _NAME = "trainer.algorithm"
 _CORRECTION = f"{_NAME}.off_policy_correction"
@@ -60,19 +60,19 @@ def check_algorithm(config: SkyRLConfig) -> None:
     _check_sampling(config)
 
 
-def replace_old_forms(config: SkyRLConfig) -> None:
-    """Replace settings under an old name by their present form, with a warning."""
+def replace_deprecated_settings(config: SkyRLConfig) -> None:
+    """Replace deprecated settings by their current form, with a warning."""
     algorithm = config.trainer.algorithm
     correction, cap = algorithm.off_policy_correction, algorithm.tis_imp_ratio_cap
     if not algorithm.use_tis:
-        require(
+        check_rule(
             cap == -1.0,
             f"{_NAME}.tis_imp_ratio_cap={cap} is read only with {_NAME}.use_tis=true; use "
             f"{_CORRECTION}.tis_ratio_type=token and {_CORRECTION}.token_tis_ratio_clip_high={cap}",
         )
         return
-    require(cap > 0, f"{_NAME}.use_tis=true needs {_NAME}.tis_imp_ratio_cap, the cap of a ratio, above 0; got {cap}")
-    require(
+    check_rule(cap > 0, f"{_NAME}.use_tis=true needs {_NAME}.tis_imp_ratio_cap, the cap of a ratio, above 0; got {cap}")
+    check_rule(
         correction.tis_ratio_type in (None, "token"),
         f"{_NAME}.use_tis=true means {_CORRECTION}.tis_ratio_type=token, which is {correction.tis_ratio_type}; leave "
         "use_tis out",
@@ -96,13 +96,13 @@ def _check_numbers(config: SkyRLConfig) -> None:
         check_order(config, f"{_NAME}.{low}", f"{_NAME}.{high}")
     for name, section in algorithm.sections.items():
         check_bounds(section, f"{_NAME}.{name}")
-    require(
+    check_rule(
         algorithm.eps_clip_low < 1,
         f"{_NAME}.eps_clip_low={algorithm.eps_clip_low} must be below 1: the ratio is clipped at 1 - this",
     )
-    for setting, bound in PolicyLossRegistry.requirements(algorithm.policy_loss_type).above:
+    for setting, bound in PolicyLossRegistry.get_requirements(algorithm.policy_loss_type).above:
         value = getattr(algorithm, setting)
-        require(
+        check_rule(
             value > bound,
             f"{_NAME}.{setting}={value} must be above {bound:g} with {_NAME}.policy_loss_type="
             f"{algorithm.policy_loss_type}",
@@ -111,12 +111,12 @@ def _check_numbers(config: SkyRLConfig) -> None:
 
 def _check_kl(config: SkyRLConfig) -> None:
     algorithm = config.trainer.algorithm
-    require(
+    check_rule(
         not (algorithm.use_kl_in_reward and algorithm.use_kl_loss),
         f"{_NAME}.use_kl_in_reward and {_NAME}.use_kl_loss are both true, and would count the KL divergence twice; set "
         "one of them to false",
     )
-    require(
+    check_rule(
         algorithm.kl_ctrl.type == "fixed" or algorithm.use_kl_in_reward,
         f"{_NAME}.kl_ctrl.type=adaptive steers the KL divergence in the reward; it needs "
         f"{_NAME}.use_kl_in_reward=true (and use_kl_loss=false)",
@@ -130,7 +130,7 @@ def _check_registered(config: SkyRLConfig) -> None:
         ("policy_loss_type", algorithm.policy_loss_type, PolicyLossRegistry, "policy_loss"),
     ):
         available = registry.list_available()
-        require(
+        check_rule(
             name in available,
             f"{_NAME}.{setting} must be one of {', '.join(available)}; got {name!r} (one of your own is "
             f"registered with skyrl_train.utils.ppo_utils.register_{register} before the settings are checked)",
@@ -140,70 +140,70 @@ def _check_registered(config: SkyRLConfig) -> None:
 def _check_estimator(config: SkyRLConfig) -> None:
     algorithm, generator = config.trainer.algorithm, config.generator
     estimator, critic = algorithm.advantage_estimator, config.trainer.critic.model.path
-    requires = AdvantageEstimatorRegistry.requirements(estimator)
+    requires = AdvantageEstimatorRegistry.get_requirements(estimator)
     chosen = f"{_NAME}.advantage_estimator={estimator}"
-    require(
+    check_rule(
         not requires.critic or critic is not None,
         f"{chosen} needs a critic; give trainer.critic.model.path (often the policy's model)",
     )
-    require(
+    check_rule(
         critic is None or requires.critic is not False,
         f"trainer.critic.model.path={critic} would train a critic that {chosen} does not read; leave it out, or use "
-        f"{' or '.join(_estimators_with_critic())}",
+        f"{' or '.join(_list_estimators_with_critic())}",
     )
-    require(
+    check_rule(
         not requires.groups or generator.n_samples_per_prompt > 1,
         f"{chosen} compares the answers to one prompt, and "
         f"generator.n_samples_per_prompt={generator.n_samples_per_prompt} leaves nothing to compare; sample at least "
         "2, or use reinforce++ or gae",
     )
-    require(
+    check_rule(
         not requires.whole_trajectories or not generator.has_rows_of_steps,
-        f"{chosen} goes through a trajectory token by token, and {_steps(generator)} divides trajectories into rows; "
+        f"{chosen} goes through a trajectory token by token, and {_get_step_setting(generator)} divides trajectories into rows; "
         "use another estimator, or whole trajectories",
     )
-    require(
+    check_rule(
         not requires.single_turns or not generator.merge_stepwise_output,
         f"{chosen} compares turn with turn, and generator.merge_stepwise_output=true joins several in a row; set the "
         "latter to false",
     )
-    require(
+    check_rule(
         not requires.nonnegative_scores or not algorithm.use_kl_in_reward,
         f"{chosen} divides by the mean reward of a prompt, which {_NAME}.use_kl_in_reward=true can make negative; use "
         "use_kl_loss instead",
     )
-    require(
+    check_rule(
         not requires.nonnegative_scores or algorithm.overlong_buffer.len is None,
         f"{chosen} divides by the mean reward of a prompt, which the penalty of "
         f"{_NAME}.overlong_buffer.len={algorithm.overlong_buffer.len} can make negative; leave the penalty out",
     )
 
 
-def _estimators_with_critic() -> list[str]:
-    registrations = AdvantageEstimatorRegistry.registrations()
+def _list_estimators_with_critic() -> list[str]:
+    registrations = AdvantageEstimatorRegistry.list_registrations()
     return sorted(name for name, registration in registrations.items() if registration.requires.critic)
 
 
 def _check_loss(config: SkyRLConfig) -> None:
     algorithm = config.trainer.algorithm
-    requires = PolicyLossRegistry.requirements(algorithm.policy_loss_type)
+    requires = PolicyLossRegistry.get_requirements(algorithm.policy_loss_type)
     chosen = f"{_NAME}.policy_loss_type={algorithm.policy_loss_type}"
-    require(
+    check_rule(
         not requires.pairs,
         f"{chosen} is for preference pairs; train on them with python -m skyrl_train.entrypoints.main_dpo",
     )
-    require(
+    check_rule(
         requires.advantages,
         f"{chosen} does not read advantages, so rewards would teach nothing; use importance_sampling for the plain "
         "policy gradient, or python -m skyrl_train.entrypoints.main_sft for demonstrations",
     )
-    require(
+    check_rule(
         not algorithm.loss_reads_rollout_log_probs or config.generator.sampling_params.logprobs is not None,
         f"{chosen} compares with the engine's log-probs, and generator.sampling_params.logprobs=null keeps none; set "
         "it to 0",
     )
     reductions = requires.loss_reductions
-    require(
+    check_rule(
         reductions is None or algorithm.loss_reduction in reductions,
         f"{chosen} is defined with {_NAME}.loss_reduction={' or '.join(reductions or ())}; got "
         f"{algorithm.loss_reduction}",
@@ -213,19 +213,19 @@ def _check_loss(config: SkyRLConfig) -> None:
 def _check_off_policy_correction(config: SkyRLConfig) -> None:
     algorithm = config.trainer.algorithm
     correction, loss = algorithm.off_policy_correction, algorithm.policy_loss_type
-    require(
+    check_rule(
         not correction.is_on or config.generator.sampling_params.logprobs is not None,
         f"{_CORRECTION} compares with the engine's log-probs, and generator.sampling_params.logprobs=null keeps none; "
         "set it to 0",
     )
     if correction.tis_ratio_type is None:
         return
-    require(
+    check_rule(
         not algorithm.loss_reads_rollout_log_probs,
         f"{_CORRECTION}.tis_ratio_type={correction.tis_ratio_type} and {_NAME}.policy_loss_type={loss} would both "
         "correct for the policy that wrote the tokens; set tis_ratio_type=null",
     )
-    require(
+    check_rule(
         loss not in TokenSelectorRegistry,
         f"{_CORRECTION}.tis_ratio_type={correction.tis_ratio_type} is not defined with "
         f"{_NAME}.policy_loss_type={loss}, which chooses tokens by unweighted covariances; "
@@ -236,7 +236,7 @@ def _check_off_policy_correction(config: SkyRLConfig) -> None:
 def _check_sampling(config: SkyRLConfig) -> None:
     algorithm, generator = config.trainer.algorithm, config.generator
     buffer, limit = algorithm.overlong_buffer.len, generator.sampling_params.max_generate_length
-    require(
+    check_rule(
         buffer is None or buffer <= limit,
         f"{_NAME}.overlong_buffer.len={buffer} must be at most generator.sampling_params.max_generate_length={limit}: "
         "it is the last part of it",
@@ -246,20 +246,20 @@ def _check_sampling(config: SkyRLConfig) -> None:
         (f"dynamic_sampling.type={kind}", kind is not None),
         ("zero_variance_filter=true", algorithm.zero_variance_filter),
     ):
-        require(
+        check_rule(
             not is_on or generator.n_samples_per_prompt > 1,
             f"{_NAME}.{setting} looks for prompts whose answers differ in reward, and generator.n_samples_per_prompt="
             f"{generator.n_samples_per_prompt} gives one answer each; sample at least 2, or leave it out",
         )
-    require(
+    check_rule(
         kind is None or not generator.has_rows_of_steps,
-        f"{_NAME}.dynamic_sampling.type={kind} selects whole trajectories, and {_steps(generator)} "
+        f"{_NAME}.dynamic_sampling.type={kind} selects whole trajectories, and {_get_step_setting(generator)} "
         f"makes samples of their parts; use {_NAME}.zero_variance_filter instead",
     )
 
 
-def _steps(generator: GeneratorConfig) -> str:
-    """The setting by which a row is no whole trajectory."""
+def _get_step_setting(generator: GeneratorConfig) -> str:
+    """Return the setting that makes a row less than a whole trajectory."""
     if generator.task is not None:
         return f"generator.task={generator.task}"
     if generator.harness.is_on:

@@ -6,17 +6,17 @@ from dataclasses import fields
 from skyrl_train.config.asynchronous import FullyAsyncConfig
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.requirements import PolicyLossRegistry
-from skyrl_train.config.rules.checks import require
+from skyrl_train.config.rules.checks import check_rule
 
 _NAME = "trainer.fully_async"
 
 
-def replace_old_forms_of_asynchronous(config: SkyRLConfig) -> None:
+def replace_deprecated_async_settings(config: SkyRLConfig) -> None:
     """Replace `clear_kv_cache_on_weight_sync` by `kv_after_sync`, with a warning."""
     settings = config.trainer.fully_async
     if not settings.clear_kv_cache_on_weight_sync:
         return
-    require(
+    check_rule(
         settings.kv_after_sync in ("keep", "clear"),
         f"{_NAME}.clear_kv_cache_on_weight_sync=true means {_NAME}.kv_after_sync=clear, which is "
         f"{settings.kv_after_sync}; leave clear_kv_cache_on_weight_sync out",
@@ -44,7 +44,7 @@ def _check_unused(settings: FullyAsyncConfig) -> None:
     defaults = FullyAsyncConfig()
     for name in (field.name for field in fields(settings)):
         value = getattr(settings, name)
-        require(
+        check_rule(
             value == getattr(defaults, name),
             f"{_NAME}.{name}={value} is read only with {_NAME}.enabled=true; set that, or leave it out",
         )
@@ -53,44 +53,44 @@ def _check_unused(settings: FullyAsyncConfig) -> None:
 def _check_numbers(config: SkyRLConfig) -> None:
     settings, batch = config.trainer.fully_async, config.trainer.train_batch_size
     bound, most = settings.max_staleness_steps, batch * (settings.max_staleness_steps + 1)
-    require(bound >= 0, f"{_NAME}.max_staleness_steps={bound} must be 0 (always the newest weights) or more")
+    check_rule(bound >= 0, f"{_NAME}.max_staleness_steps={bound} must be 0 (always the newest weights) or more")
     workers = settings.num_parallel_generation_workers
-    require(
+    check_rule(
         workers is None or batch <= workers <= most,
         f"{_NAME}.num_parallel_generation_workers={workers} must be from trainer.train_batch_size={batch} (fewer make "
         f"no step) to train_batch_size * (max_staleness_steps + 1) = {most} (more would be too old); null takes "
-        f"{settings.max_running(batch) if workers is None else min(768, most)}",
+        f"{settings.get_max_running(batch) if workers is None else min(768, most)}",
     )
     every = settings.sync_every_steps
-    require(
+    check_rule(
         1 <= every <= bound + 1,
         f"{_NAME}.sync_every_steps={every} must be from 1 to max_staleness_steps + 1 = {bound + 1}: between two weight "
         "syncs the engines' weights become that old",
     )
     seconds = settings.group_timeout_seconds
-    require(seconds > 0, f"{_NAME}.group_timeout_seconds={seconds} must be greater than 0")
+    check_rule(seconds > 0, f"{_NAME}.group_timeout_seconds={seconds} must be greater than 0")
 
 
 def _check_others(config: SkyRLConfig) -> None:
     settings, trainer = config.trainer.fully_async, config.trainer
-    require(
+    check_rule(
         not trainer.placement.colocate_all,
         f"{_NAME}.enabled=true generates while it trains, and trainer.placement.colocate_all=true lets engines sleep "
         "meanwhile; set trainer.placement.colocate_all=false",
     )
     sampling = trainer.algorithm.dynamic_sampling.type
-    require(
+    check_rule(
         sampling is None,
         f"trainer.algorithm.dynamic_sampling.type={sampling} samples whole batches anew, and asynchronous training "
         f"has none; use {_NAME}.sample_full_batch=true with trainer.algorithm.zero_variance_filter=true, which fills a "
         "step with groups whose rewards differ",
     )
-    require(
+    check_rule(
         not settings.sample_full_batch or trainer.algorithm.zero_variance_filter,
         f"{_NAME}.sample_full_batch=true leaves out groups whose rewards are all the same; it needs "
         "trainer.algorithm.zero_variance_filter=true",
     )
-    require(
+    check_rule(
         settings.kv_after_sync != "recompute" or config.pause_at_sync != "wait",
         f"{_NAME}.kv_after_sync=recompute is about requests that run over a weight sync, and pause=wait lets none; set "
         "kv_after_sync=keep, or pause=keep",
@@ -98,14 +98,14 @@ def _check_others(config: SkyRLConfig) -> None:
 
 
 def _check_correction(config: SkyRLConfig) -> None:
-    """Demand a loss or a correction that knows the policy that generated the tokens, where they may be stale."""
+    """Require a loss or a correction that reads the rollout policy's log-probs if tokens may be stale."""
     settings, algorithm = config.trainer.fully_async, config.trainer.algorithm
-    registrations = PolicyLossRegistry.registrations()
+    registrations = PolicyLossRegistry.list_registrations()
     losses = sorted(name for name, each in registrations.items() if each.requires.rollout_log_probs)
     for name, each in sorted(registrations.items()):
         if each.requires.rollout_log_probs_with is not None:
             losses.append(f"{name} (with {'='.join(each.requires.rollout_log_probs_with)})")
-    require(
+    check_rule(
         settings.max_staleness_steps == 0
         or algorithm.loss_reads_rollout_log_probs
         or algorithm.off_policy_correction.is_on,

@@ -1,8 +1,8 @@
-"""Rules of batch sizes: what must divide what, and what need not."""
+"""Rules of batch sizes and their divisibility."""
 
 from skyrl_train.config.config import SkyRLConfig
-from skyrl_train.config.rules.checks import check_positive, require
-from skyrl_train.config.training_backends import ranks_per_replica
+from skyrl_train.config.rules.checks import check_positive, check_rule
+from skyrl_train.config.training_backends import get_ranks_per_replica
 
 _COUNTS = (
     "trainer.train_batch_size",
@@ -15,10 +15,10 @@ _COUNTS = (
 
 
 def validate_batch_sizes(config: SkyRLConfig) -> None:
-    """A batch is whole mini-batches of prompts, and a mini-batch has a sequence for every worker.
+    """Check that a batch is whole mini-batches of prompts, and that a mini-batch has a sequence for every worker.
 
-    Nothing else need divide: rows are divided over workers and micro-batches as evenly as they can be, and no split
-    changes the loss.
+    Nothing else needs to divide evenly: rows are spread over workers and micro-batches as evenly as possible, and no
+    split changes the loss.
     """
     check_positive(config, _COUNTS)
     trainer, placement = config.trainer, config.trainer.placement
@@ -27,7 +27,7 @@ def validate_batch_sizes(config: SkyRLConfig) -> None:
         config,
         "policy",
         trainer.policy_mini_batch_size,
-        placement.policy_world_size // sequence_ranks(config, "policy"),
+        placement.policy_world_size // count_sequence_ranks(config, "policy"),
     )
     if trainer.critic.model.path is not None:
         _check_mini_batches(config, "critic", trainer.critic_mini_batch_size)
@@ -35,15 +35,15 @@ def validate_batch_sizes(config: SkyRLConfig) -> None:
             config,
             "critic",
             trainer.critic_mini_batch_size,
-            placement.critic_world_size // sequence_ranks(config, "critic"),
+            placement.critic_world_size // count_sequence_ranks(config, "critic"),
         )
     check_packing(config)
 
 
 def check_packing(config: SkyRLConfig) -> None:
-    """A budget of tokens needs sequences laid end to end."""
+    """Check that a token budget is used only with sample packing."""
     trainer = config.trainer
-    require(
+    check_rule(
         trainer.max_tokens_per_microbatch is None or trainer.use_sample_packing,
         f"trainer.max_tokens_per_microbatch={trainer.max_tokens_per_microbatch} counts tokens without padding, so it "
         "needs trainer.use_sample_packing=true; set that, or size micro-batches by "
@@ -51,19 +51,21 @@ def check_packing(config: SkyRLConfig) -> None:
     )
 
 
-def sequence_ranks(config: SkyRLConfig, model: str) -> int:
-    """Ranks that share the rows of a data-parallel rank, at least 1 (that it is, is another rule's business)."""
-    return max(1, ranks_per_replica(config, model))
+def count_sequence_ranks(config: SkyRLConfig, model: str) -> int:
+    """Return the number of ranks that share the rows of a data-parallel rank, at least 1. (Other rules check its
+    value.)
+    """
+    return max(1, get_ranks_per_replica(config, model))
 
 
 def _check_mini_batches(config: SkyRLConfig, model: str, mini: int) -> None:
     train = config.trainer.train_batch_size
-    require(
+    check_rule(
         train >= mini,
         f"trainer.train_batch_size >= {model}_mini_batch_size must hold; got {train} < {mini}: lower "
         f"trainer.{model}_mini_batch_size",
     )
-    require(
+    check_rule(
         train % mini == 0,
         f"trainer.train_batch_size {train} should be divisible by {model}_mini_batch_size {mini}: otherwise the last "
         "optimizer step of every batch would be smaller than the others",
@@ -72,7 +74,7 @@ def _check_mini_batches(config: SkyRLConfig, model: str, mini: int) -> None:
 
 def _check_work(config: SkyRLConfig, model: str, mini: int, shards: int) -> None:
     samples = config.generator.n_samples_per_prompt
-    require(
+    check_rule(
         mini * samples >= shards,
         f"trainer.{model}_mini_batch_size {mini} times generator.n_samples_per_prompt {samples} = {mini * samples} "
         f"sequences are fewer than the {shards} workers (or groups of sequence-parallel workers) that share them, so "

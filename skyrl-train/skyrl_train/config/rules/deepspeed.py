@@ -3,12 +3,12 @@
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.deepspeed import DeepSpeedEvalConfig, DeepSpeedTrainConfig
 from skyrl_train.config.models import CriticConfig, PolicyConfig
-from skyrl_train.config.rules.checks import require
-from skyrl_train.config.typed import leaves
+from skyrl_train.config.rules.checks import check_rule
+from skyrl_train.config.typed import iter_settings
 
 
 def check_deepspeed(config: SkyRLConfig) -> None:
-    """The settings of every model of the run are ones that the backend acts on, and do not contradict each other."""
+    """Check that the settings of all models are supported by the backend and do not contradict each other."""
     trainer = config.trainer
     _check_trained(trainer.policy, "trainer.policy", bf16=trainer.bf16)
     if trainer.critic.model.path is not None:
@@ -20,35 +20,35 @@ def check_deepspeed(config: SkyRLConfig) -> None:
 def _check_trained(model: PolicyConfig | CriticConfig, model_name: str, *, bf16: bool) -> None:
     config, name = model.deepspeed_config, f"{model_name}.deepspeed_config"
     zero, zero_name = config.zero_optimization, f"{name}.zero_optimization"
-    require(zero.stage in (0, 1, 2, 3), f"{zero_name}.stage must be 0, 1, 2 or 3; got {zero.stage}")
-    require(
+    check_rule(zero.stage in (0, 1, 2, 3), f"{zero_name}.stage must be 0, 1, 2 or 3; got {zero.stage}")
+    check_rule(
         zero.offload_param.device == "none" or zero.stage == 3,
         f"{zero_name}.offload_param.device={zero.offload_param.device} needs stage 3, which divides parameters; got "
         f"{zero_name}.stage={zero.stage}",
     )
-    require(
+    check_rule(
         zero.offload_optimizer.device == "none" or zero.stage > 0,
         f"{zero_name}.offload_optimizer.device={zero.offload_optimizer.device} needs stage 1, 2 or 3; got "
         f"{zero_name}.stage={zero.stage}",
     )
-    require(
+    check_rule(
         zero.zero_hpz_partition_size == 1,
         f"{zero_name}.zero_hpz_partition_size={zero.zero_hpz_partition_size} must be 1: the second copy of the weights "
         "(ZeRO++) is not supported",
     )
     for setting in ("zero_quantized_weights", "zero_quantized_gradients"):
-        require(
+        check_rule(
             not getattr(zero, setting),
             f"{zero_name}.{setting}=true is not supported: the model would compute with other weights than the engines "
             "have, or learn from other gradients than its loss has; leave it false",
         )
-    require(
+    check_rule(
         not bf16 or config.torch_autocast.enabled or zero.stage > 0,
         f"{name}.torch_autocast.enabled=false makes parameters bfloat16 (trainer.bf16=true), and stage 0 has no "
         f"float32 weights to step on: take {zero_name}.stage=1, 2 or 3, or leave torch_autocast on",
     )
     clipping, max_norm = config.gradient_clipping, model.optimizer_config.max_grad_norm
-    require(
+    check_rule(
         clipping is None or clipping == max_norm,
         f"{name}.gradient_clipping={clipping} must be {model_name}.optimizer_config.max_grad_norm={max_norm}, which is "
         "what gradients are clipped at; leave gradient_clipping out",
@@ -58,7 +58,7 @@ def _check_trained(model: PolicyConfig | CriticConfig, model_name: str, *, bf16:
 
 def _check_scoring(config: DeepSpeedEvalConfig, name: str) -> None:
     zero = config.zero_optimization
-    require(
+    check_rule(
         zero.stage in (0, 3),
         f"{name}.zero_optimization.stage={zero.stage} must be 0 or 3: stages 1 and 2 divide optimizer state and "
         "gradients, which a model that only scores does not have",
@@ -67,11 +67,11 @@ def _check_scoring(config: DeepSpeedEvalConfig, name: str) -> None:
 
 
 def _check_amounts(config: DeepSpeedTrainConfig | DeepSpeedEvalConfig, name: str) -> None:
-    for full_name, section, field in leaves(config, name):
+    for full_name, section, field in iter_settings(config, name):
         value = getattr(section, field.name)
         if isinstance(value, int | float) and not isinstance(value, bool) and field.name != "gradient_clipping":
             lowest = 1 if field.name in ("reduce_bucket_size", "sub_group_size") else 0
-            require(
+            check_rule(
                 value == int(value) and value >= lowest,
                 f"{full_name} must be a whole number, {lowest} or greater; got {value}",
             )

@@ -1,24 +1,24 @@
-"""Rules of on-policy distillation: which teacher teaches which rows, where it runs, which tokens are compared."""
+"""Rules of on-policy distillation: assignment of rows to teachers, their placement, and the compared tokens."""
 
 from dataclasses import fields
 
 from skyrl_train.config.bounds import check_bounds
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.distillation import DistillationConfig, TeacherConfig
-from skyrl_train.config.rules.checks import require
+from skyrl_train.config.rules.checks import check_rule
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 
 NAME = "trainer.distillation"
 
 
 def check_distillation(config: SkyRLConfig) -> None:
-    """Check what can be known without opening a model."""
+    """Check everything that does not require opening a model."""
     settings = config.trainer.distillation
     if not settings.is_on:
         defaults = DistillationConfig()
         for field in fields(settings):
             value, default = getattr(settings, field.name), getattr(defaults, field.name)
-            require(
+            check_rule(
                 value == default,
                 f"{NAME}.{field.name}={value} is read only with teachers; name one in {NAME}.teachers "
                 "(python -m skyrl_train.entrypoints.main_distill), or leave it out",
@@ -30,7 +30,7 @@ def check_distillation(config: SkyRLConfig) -> None:
     for name, teacher in settings.teachers.items():
         _check_teacher(config, f"{NAME}.teachers.{name}", teacher)
     kind = config.trainer.algorithm.dynamic_sampling.type
-    require(
+    check_rule(
         kind != "replace" or len(settings.teachers) == 1,
         "trainer.algorithm.dynamic_sampling.type=replace puts copies in the place of other prompts, whose teacher may "
         f"be another of {NAME}.teachers ({', '.join(settings.teachers)}); use type=filter, or one teacher",
@@ -39,18 +39,18 @@ def check_distillation(config: SkyRLConfig) -> None:
 
 def _check_words(config: SkyRLConfig) -> None:
     settings, strategy = config.trainer.distillation, config.trainer.strategy
-    require(
+    check_rule(
         settings.tokens != "sampled" or settings.kl == "reverse",
         f"{NAME}.kl=forward is an expectation over the teacher's tokens, and {NAME}.tokens=sampled compares those that "
         "the student generated; use tokens=top_k or full, or kl=reverse",
     )
-    require(
+    check_rule(
         settings.tokens == "top_k" or settings.top_k == DistillationConfig().top_k,
         f"{NAME}.top_k={settings.top_k} is read only with {NAME}.tokens=top_k; got tokens={settings.tokens}",
     )
-    registrations = TrainingBackendRegistry.registrations()
+    registrations = TrainingBackendRegistry.list_registrations()
     able = [name for name, each in registrations.items() if each.requires.candidates and not each.requires.alias_of]
-    require(
+    check_rule(
         settings.tokens == "sampled" or strategy in able,
         f"{NAME}.tokens={settings.tokens} needs log-probs of tokens that were not sampled, which trainer.strategy="
         f"{strategy} does not compute (its vocabulary is divided over ranks, or its backend declares no `candidates`); "
@@ -61,14 +61,14 @@ def _check_words(config: SkyRLConfig) -> None:
 def _check_data_sources(settings: DistillationConfig) -> None:
     owner_of: dict[str | None, str] = {}
     for name, teacher in settings.teachers.items():
-        require(
+        check_rule(
             teacher.data_sources != [],
             f"{NAME}.teachers.{name}.data_sources is empty; name data sources, or null for all that no other teacher "
             "names",
         )
         for source in teacher.data_sources or [None]:
             other = owner_of.setdefault(source, name)
-            require(
+            check_rule(
                 other == name,
                 f"{NAME}.teachers.{name}.data_sources and that of {other} both "
                 + (f"name {source!r}" if source is not None else "are null, which means all others")
@@ -78,19 +78,19 @@ def _check_data_sources(settings: DistillationConfig) -> None:
 
 def _check_teacher(config: SkyRLConfig, setting: str, teacher: TeacherConfig) -> None:
     generator, placement = config.generator, config.trainer.placement
-    require(bool(teacher.model), f"{setting}.model is empty; give the teacher's folder or hub name")
-    require(teacher.engines >= 0, f"{setting}.engines={teacher.engines} must be 0 (training workers) or greater")
-    require(
+    check_rule(bool(teacher.model), f"{setting}.model is empty; give the teacher's folder or hub name")
+    check_rule(teacher.engines >= 0, f"{setting}.engines={teacher.engines} must be 0 (training workers) or greater")
+    check_rule(
         not (teacher.engines and teacher.urls),
         f"{setting}.engines={teacher.engines} and {setting}.urls={teacher.urls} are two places for one teacher; leave "
         "one of them out",
     )
-    require(
+    check_rule(
         not teacher.engines or generator.run_engines_locally,
         f"{setting}.engines={teacher.engines} starts engines of generator.backend, and "
         "generator.run_engines_locally=false starts none; name servers in urls, or leave engines out",
     )
-    require(
+    check_rule(
         not (teacher.engines and placement.colocate_all and placement.device == "cuda"),
         f"{setting}.engines={teacher.engines} needs GPUs of its own, and trainer.placement.colocate_all=true shares "
         "all of them; leave engines out (the teacher then takes turns with the policy), name a server in urls, or set "

@@ -1,37 +1,37 @@
-"""Rules of the rollout engines: which are here, how each is divided, how weights reach them."""
+"""Rules of the rollout engines: availability, parallelism, weight transport."""
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.rules.checks import check_not_negative, check_positive, require
+from skyrl_train.config.rules.checks import check_not_negative, check_positive, check_rule
 
 _SIZES = tuple(f"inference_engine_{kind}_parallel_size" for kind in ("tensor", "pipeline", "data", "expert"))
 
 
 def check_backend(generator: GeneratorConfig) -> None:
-    """The engine asked for is installed and reads what is set. Before `auto` is answered: what a script says for the
-    engines of a GPU may stand where `auto` means native."""
+    """Check that the requested engine is installed and reads the given settings. Runs before `auto` is resolved, so
+    that a script may contain settings of GPU engines where `auto` means native."""
     name = generator.backend
     if name == "auto":
         return
-    traits, defaults = EngineRegistry.requirements(name), GeneratorConfig()
+    traits, defaults = EngineRegistry.get_requirements(name), GeneratorConfig()
     for setting in traits.unread_settings:
         value = getattr(generator, setting)
-        require(
+        check_rule(
             value == getattr(defaults, setting),
-            f"generator.{setting}={value} is not read by generator.backend={name}; use {_names_reading(setting)}, or "
+            f"generator.{setting}={value} is not read by generator.backend={name}; use {_find_kinds_reading(setting)}, or "
             "auto, or leave it out",
         )
-    require(
+    check_rule(
         not generator.run_engines_locally or traits.is_installed,
         f"generator.backend={name} is not installed: scripts/setup.sh --extra {name} ({traits.install_hint}), or use "
         "generator.backend=native",
     )
 
 
-def _names_reading(setting: str) -> str:
+def _find_kinds_reading(setting: str) -> str:
     """Return the kinds of engine that read a setting of `generator.*`."""
-    registrations = EngineRegistry.registrations()
+    registrations = EngineRegistry.list_registrations()
     names = [name for name, entry in registrations.items() if setting not in entry.requires.unread_settings]
     return " or ".join(f"generator.backend={name}" for name in names)
 
@@ -63,23 +63,23 @@ def check_engines(config: SkyRLConfig) -> None:
             "generator.engine_health_interval_seconds",
         ),
     )
-    require(
+    check_rule(
         0 <= generator.http_endpoint_port <= 65535,
         f"generator.http_endpoint_port must be a port, 0 to 65535; got {generator.http_endpoint_port}",
     )
-    require(
+    check_rule(
         0 < generator.gpu_memory_utilization <= 1,
         f"generator.gpu_memory_utilization must be above 0 and at most 1; got {generator.gpu_memory_utilization}",
     )
     experts = generator.inference_engine_expert_parallel_size
     copies = generator.inference_engine_tensor_parallel_size * generator.inference_engine_data_parallel_size
-    require(
+    check_rule(
         experts in (1, copies),
         f"generator.inference_engine_expert_parallel_size={experts} must be 1, or "
         f"generator.inference_engine_tensor_parallel_size x inference_engine_data_parallel_size = {copies}",
     )
     if generator.run_engines_locally:
-        EngineRegistry.requirements(generator.backend).check_settings(generator)
+        EngineRegistry.get_requirements(generator.backend).check_settings(generator)
     _check_weight_sync(config)
     if not generator.run_engines_locally:
         _check_remote(config)
@@ -88,20 +88,20 @@ def check_engines(config: SkyRLConfig) -> None:
 def _check_weight_sync(config: SkyRLConfig) -> None:
     generator, placement = config.generator, config.trainer.placement
     strategy = generator.weight_sync_strategy
-    require(
+    check_rule(
         strategy != "cuda_ipc" or (placement.device == "cuda" and placement.colocate_all),
         "generator.weight_sync_strategy=cuda_ipc hands over memory of a GPU that workers and engines share: it needs "
         f"trainer.placement.colocate_all=true (got {str(placement.colocate_all).lower()}) and GPUs "
         f"(trainer.placement.device={placement.device}); use auto",
     )
     rank = config.trainer.policy.model.lora.rank
-    require(
+    check_rule(
         strategy != "adapter" or rank > 0,
         "generator.weight_sync_strategy=adapter sends low-rank adapters alone, and there are none: "
         f"trainer.policy.model.lora.rank={rank}; set the rank, or use auto",
     )
     begin = config.trainer.policy.model.lora.init_method
-    require(
+    check_rule(
         strategy != "adapter" or not begin.startswith(("pissa", "olora")),
         "generator.weight_sync_strategy=adapter cannot go with trainer.policy.model.lora.init_method="
         f"{begin}, which moves a part of the model's weights into the adapters; take init_method=kaiming, or "
@@ -112,29 +112,29 @@ def _check_weight_sync(config: SkyRLConfig) -> None:
 def _check_remote(config: SkyRLConfig) -> None:
     generator = config.generator
     urls = generator.remote_inference_engine_urls
-    require(
+    check_rule(
         bool(urls) and len(set(urls)) == len(urls),
         f"generator.remote_inference_engine_urls={urls} must name at least one server, and each once",
     )
-    require(
+    check_rule(
         generator.num_inference_engines in (1, len(urls)),
         f"generator.num_inference_engines={generator.num_inference_engines} counts engines that this run starts; with "
         f"generator.run_engines_locally=false there are as many as generator.remote_inference_engine_urls, "
         f"{len(urls)}; leave it out",
     )
-    servers = [name for name, entry in EngineRegistry.registrations().items() if entry.requires.server_protocol]
-    require(
+    servers = [name for name, entry in EngineRegistry.list_registrations().items() if entry.requires.server_protocol]
+    check_rule(
         generator.backend in ("auto", *servers),
         f"generator.backend={generator.backend} runs inside of this run; with generator.run_engines_locally=false use "
         f"{', '.join(servers)} or auto (the servers say what they are)",
     )
-    require(
+    check_rule(
         not config.trainer.placement.colocate_all,
         "trainer.placement.colocate_all=true shares devices with engines that this run starts; with "
         "generator.run_engines_locally=false set it to false",
     )
     strategy = generator.weight_sync_strategy
-    require(
+    check_rule(
         strategy not in ("shared_memory", "cuda_ipc"),
         f"generator.weight_sync_strategy={strategy} needs engines that this run starts; for servers started elsewhere "
         "use checkpoint, delta, adapter, broadcast or auto",

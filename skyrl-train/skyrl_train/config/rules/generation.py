@@ -1,4 +1,4 @@
-"""Rules of how answers are made: lengths, sampling, chat templates, turns as samples."""
+"""Rules of generation: lengths, sampling, chat templates, turns as samples."""
 
 import warnings
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.generation import GeneratorConfig, SamplingParams
 from skyrl_train.config.harness import HarnessConfig
-from skyrl_train.config.rules.checks import check_not_negative, check_positive, require
+from skyrl_train.config.rules.checks import check_not_negative, check_positive, check_rule
 
 _SET_BY_THE_GENERATOR = {"add_generation_prompt", "chat_template", "continue_final_message", "return_dict", "tokenize"}
 
@@ -61,12 +61,12 @@ def _check_lengths(config: SkyRLConfig) -> None:
         config.generator.max_input_length,
         config.generator.max_turns,
     )
-    require(
+    check_rule(
         turns > 1 or limit == prompt,
         f"generator.max_input_length={limit} must be trainer.max_prompt_length={prompt} when generator.max_turns is 1: "
         "the prompt is all the engine is given",
     )
-    require(
+    check_rule(
         limit >= prompt,
         f"generator.max_input_length={limit} must be at least trainer.max_prompt_length={prompt}: it counts the prompt "
         "and what the turns before added",
@@ -74,9 +74,9 @@ def _check_lengths(config: SkyRLConfig) -> None:
 
 
 def _check_agent(generator: GeneratorConfig) -> None:
-    """Check that nothing is set that a task file or a harness decides."""
+    """Check that settings controlled by a task file or a harness are at their defaults."""
     defaults, harness = GeneratorConfig(), generator.harness
-    require(
+    check_rule(
         generator.task is None or not harness.is_on,
         f"generator.task={generator.task} and generator.harness are two agents; leave one out",
     )
@@ -85,7 +85,7 @@ def _check_agent(generator: GeneratorConfig) -> None:
     for name in _SET_BY_THE_AGENT:
         value, default = getattr(generator, name), getattr(defaults, name)
         read = harness.is_on and name in _READ_WITH_A_HARNESS
-        require(
+        check_rule(
             read or value == default,
             f"generator.{name}={value!r} is not read with {agent}: leave it out; turns, templates, masking and retries "
             f"are {owner}",
@@ -95,10 +95,10 @@ def _check_agent(generator: GeneratorConfig) -> None:
 
 
 def _check_harness_is_unset(harness: HarnessConfig) -> None:
-    """Check that nothing is set of a harness that there is not."""
+    """Check that harness settings are at their defaults without a harness."""
     for name, default in vars(HarnessConfig()).items():
         value = getattr(harness, name)
-        require(
+        check_rule(
             value == default,
             f"generator.harness.{name}={value!r} is not read: generator.harness has neither command nor function, so "
             "no harness runs. Set one of them, or leave it out",
@@ -107,30 +107,30 @@ def _check_harness_is_unset(harness: HarnessConfig) -> None:
 
 def _check_harness(generator: GeneratorConfig) -> None:
     harness = generator.harness
-    require(
+    check_rule(
         harness.command is None or harness.function is None,
         f"generator.harness.command={harness.command} and generator.harness.function={harness.function} are two "
         "harnesses; leave one out",
     )
-    require(harness.command is None or len(harness.command) > 0, "generator.harness.command=[] has no program")
+    check_rule(harness.command is None or len(harness.command) > 0, "generator.harness.command=[] has no program")
     for name in ("deadline_seconds", "grade_seconds", "max_turns", "max_tokens", "max_parallel", "memory_gb"):
         value = getattr(harness, name)
-        require(value is None or value > 0, f"generator.harness.{name} must be greater than 0; got {value}")
+        check_rule(value is None or value > 0, f"generator.harness.{name} must be greater than 0; got {value}")
     defaults = HarnessConfig()
     for name in ("image", "pull"):
         value = getattr(harness, name)
-        require(
+        check_rule(
             harness.sandbox in ("docker", "podman") or value == getattr(defaults, name),
             f"generator.harness.{name}={value!r} is read with generator.harness.sandbox=docker or podman alone; it is "
             f"{harness.sandbox}: set it, or leave out generator.harness.{name}",
         )
     for folder in harness.visible:
         path = Path(folder)
-        require(
+        check_rule(
             path.is_absolute() and path.exists() and path != Path("/"),
             f"generator.harness.visible has {folder!r}, which must be the whole path of a folder of this machine",
         )
-    require(
+    check_rule(
         generator.sampling_params.logprobs is not None,
         "generator.sampling_params.logprobs=null has no effect with generator.harness, which records the log-prob of "
         "each token; leave it out",
@@ -138,7 +138,7 @@ def _check_harness(generator: GeneratorConfig) -> None:
     for name in ("sampling_params", "eval_sampling_params"):
         for field in ("stop", "additional_kwargs"):
             value = getattr(getattr(generator, name), field)
-            require(
+            check_rule(
                 not value,
                 f"generator.{name}.{field}={value!r} is not read with generator.harness, whose requests say where "
                 "answers end; leave it out",
@@ -146,29 +146,29 @@ def _check_harness(generator: GeneratorConfig) -> None:
 
 
 def _check_sampling(params: SamplingParams, name: str) -> None:
-    require(params.max_generate_length > 0, f"{name}.max_generate_length must be greater than 0")
-    require(params.temperature >= 0, f"{name}.temperature must be 0 (greedy) or greater; got {params.temperature}")
-    require(0 < params.top_p <= 1, f"{name}.top_p must be above 0 and at most 1 (1 = off); got {params.top_p}")
-    require(params.top_k == -1 or params.top_k > 0, f"{name}.top_k must be -1 (off) or above 0; got {params.top_k}")
-    require(0 <= params.min_p <= 1, f"{name}.min_p must be from 0 (off) to 1; got {params.min_p}")
-    require(
+    check_rule(params.max_generate_length > 0, f"{name}.max_generate_length must be greater than 0")
+    check_rule(params.temperature >= 0, f"{name}.temperature must be 0 (greedy) or greater; got {params.temperature}")
+    check_rule(0 < params.top_p <= 1, f"{name}.top_p must be above 0 and at most 1 (1 = off); got {params.top_p}")
+    check_rule(params.top_k == -1 or params.top_k > 0, f"{name}.top_k must be -1 (off) or above 0; got {params.top_k}")
+    check_rule(0 <= params.min_p <= 1, f"{name}.min_p must be from 0 (off) to 1; got {params.min_p}")
+    check_rule(
         params.repetition_penalty > 0,
         f"{name}.repetition_penalty must be greater than 0 (1 = off); got {params.repetition_penalty}",
     )
-    require(
+    check_rule(
         params.logprobs in (None, 0),
         f"{name}.logprobs={params.logprobs} is not supported: 0 keeps the log-prob of every drawn token, which is all "
         "that training reads; null keeps none",
     )
-    require("" not in (params.stop or []), f"{name}.stop holds an empty text, which would end every answer at once")
+    check_rule("" not in (params.stop or []), f"{name}.stop holds an empty text, which would end every answer at once")
     declared = {"max_tokens", *vars(params)} - {"additional_kwargs"}
     twice = sorted(declared & set(params.additional_kwargs))
-    require(not twice, f"{name}.additional_kwargs may not hold {', '.join(twice)}: {name} has settings for that")
+    check_rule(not twice, f"{name}.additional_kwargs may not hold {', '.join(twice)}: {name} has settings for that")
 
 
 def _check_evaluation_samples(config: SkyRLConfig) -> None:
     generator = config.generator
-    require(
+    check_rule(
         generator.eval_n_samples_per_prompt == 1 or generator.eval_sampling_params.temperature > 0,
         f"generator.eval_n_samples_per_prompt={generator.eval_n_samples_per_prompt} with "
         "generator.eval_sampling_params.temperature=0 gives the same answer that many times; raise the temperature, or "
@@ -180,13 +180,13 @@ def _check_chat_template(config: SkyRLConfig) -> None:
     from skyrl_train.utils.chat_templates import get_custom_chat_template
 
     generator = config.generator
-    require(
+    check_rule(
         generator.chat_template.source == "name" or generator.chat_template.name_or_path is not None,
         "generator.chat_template.source=file needs generator.chat_template.name_or_path, the path of a Jinja file",
     )
     get_custom_chat_template(generator.chat_template)
     reserved = sorted(_SET_BY_THE_GENERATOR & set(generator.chat_template_kwargs))
-    require(
+    check_rule(
         not reserved,
         f"generator.chat_template_kwargs may not hold {', '.join(reserved)}: the generator sets them itself "
         "(for a template of your own: generator.chat_template)",
@@ -206,14 +206,14 @@ def _check_chat_template(config: SkyRLConfig) -> None:
 
 def _check_step_wise(config: SkyRLConfig) -> None:
     generator = config.generator
-    require(
+    check_rule(
         generator.step_wise_trajectories or not generator.merge_stepwise_output,
         "generator.merge_stepwise_output=true joins the turns of generator.step_wise_trajectories=true, which is "
         "false; set both or neither",
     )
     if not generator.step_wise_trajectories:
         return
-    require(
+    check_rule(
         generator.use_conversation_multi_turn,
         "generator.step_wise_trajectories=true makes a sample of every turn, but with "
         "generator.use_conversation_multi_turn=false all turns are one growing message; set the latter to true",

@@ -1,43 +1,45 @@
-"""Rules of `trainer.placement.launcher=inline`: what one process without Ray cannot hold is refused by name."""
+"""Rules of `trainer.placement.launcher=inline`: settings that a single process without Ray cannot support are rejected
+by name.
+"""
 
 import os
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry
-from skyrl_train.config.rules.checks import require, value_of
+from skyrl_train.config.rules.checks import check_rule, get_setting
 
 _INLINE = "trainer.placement.launcher=inline"
 _USE_RAY = "use trainer.placement.launcher=ray"
 
 
 def check_cluster(config: SkyRLConfig) -> None:
-    """Check that no cluster is named that the launcher would not join."""
+    """Check that no cluster is configured that the launcher would not join."""
     if config.trainer.placement.launcher != "inline":
         return
     address = os.environ.get("RAY_ADDRESS")
-    require(
+    check_rule(
         not address,
         f"RAY_ADDRESS={address} names a Ray cluster, which {_INLINE} does not join: unset the variable, or {_USE_RAY}",
     )
 
 
 def check_inline_engines(config: SkyRLConfig) -> None:
-    """The engines of the run fit into one process."""
+    """Check that the engines of the run fit into one process."""
     generator = config.generator
     if config.trainer.placement.launcher != "inline" or not generator.run_engines_locally:
         return
-    require(
-        EngineRegistry.requirements(generator.backend).is_in_process,
+    check_rule(
+        EngineRegistry.get_requirements(generator.backend).is_in_process,
         f"generator.backend={generator.backend} runs in processes of its own, which {_INLINE} does not start; use "
         "generator.backend=native, or start the server and name it in generator.remote_inference_engine_urls with "
         f"generator.run_engines_locally=false, or {_USE_RAY}",
     )
     strategy, backend = generator.weight_sync_strategy, generator.weight_sync_backend
-    require(
+    check_rule(
         strategy != "cuda_ipc",
         f"generator.weight_sync_strategy=cuda_ipc hands memory to another process, and {_INLINE} has one; use auto",
     )
-    require(
+    check_rule(
         not (strategy == "broadcast" and backend == "nccl"),
         f"generator.weight_sync_strategy=broadcast with generator.weight_sync_backend={backend} needs a GPU for each "
         f"side, and {_INLINE} has one for both; use generator.weight_sync_strategy=auto",
@@ -54,8 +56,8 @@ def check_ranks(config: SkyRLConfig) -> None:
     for model in models:
         for count in ("num_nodes", "num_gpus_per_node"):
             name = f"trainer.placement.{model}_{count}"
-            value = value_of(config, name)
-            require(
+            value = get_setting(config, name)
+            check_rule(
                 value == 1,
                 f"{name}={value} must be 1 with {_INLINE}, where a model has one rank, in the process that starts the "
                 f"run; leave it out, or {_USE_RAY}",

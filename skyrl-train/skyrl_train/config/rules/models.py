@@ -1,8 +1,8 @@
-"""Rules of the models: optimizers, adapters, how each is divided over workers, which devices they share."""
+"""Rules of the models: optimizers, adapters, sharding over workers, shared devices."""
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.models import FSDPConfig, LoRAConfig, OptimizerConfig
-from skyrl_train.config.rules.checks import check_not_negative, check_positive, require
+from skyrl_train.config.rules.checks import check_not_negative, check_positive, check_rule
 
 
 def check_models(config: SkyRLConfig) -> None:
@@ -28,13 +28,13 @@ def check_models(config: SkyRLConfig) -> None:
         check_adapters(trainer.critic.model.lora, "trainer.critic.model.lora")
         check_division(trainer.critic, "critic", placement.critic_world_size)
         name = trainer.algorithm.value_head_prefix
-        require(
+        check_rule(
             name.isidentifier() and name != "backbone",
             f"trainer.algorithm.value_head_prefix={name!r} must be a name as Python has them, such as value_head",
         )
     if trainer.num_reference_models:
         check_division(trainer.ref, "ref", placement.ref_world_size)
-    require(
+    check_rule(
         trainer.algorithm.uses_reference_model or not trainer.update_ref_every_epoch,
         "trainer.update_ref_every_epoch=true needs a reference model; switch trainer.algorithm.use_kl_loss or "
         "trainer.algorithm.use_kl_in_reward on, or leave it out",
@@ -43,31 +43,31 @@ def check_models(config: SkyRLConfig) -> None:
 
 
 def check_optimizer(optimizer: OptimizerConfig, name: str) -> None:
-    """Check AdamW's numbers; `name` is the section's."""
-    require(optimizer.lr >= 0, f"{name}.lr must be 0 or greater; got {optimizer.lr}")
-    require(
+    """Check the hyperparameters of AdamW. `name` is the name of the section."""
+    check_rule(optimizer.lr >= 0, f"{name}.lr must be 0 or greater; got {optimizer.lr}")
+    check_rule(
         len(optimizer.adam_betas) == 2 and all(0 <= beta < 1 for beta in optimizer.adam_betas),
         f"{name}.adam_betas must be two numbers from 0 to below 1; got {optimizer.adam_betas}",
     )
-    require(optimizer.weight_decay >= 0, f"{name}.weight_decay must be 0 or greater; got {optimizer.weight_decay}")
-    require(
+    check_rule(optimizer.weight_decay >= 0, f"{name}.weight_decay must be 0 or greater; got {optimizer.weight_decay}")
+    check_rule(
         optimizer.max_grad_norm > 0,
         f"{name}.max_grad_norm must be greater than 0; got {optimizer.max_grad_norm} (.inf = no clipping)",
     )
     warmup = optimizer.num_warmup_steps
-    require(warmup >= 0, f"{name}.num_warmup_steps must be 0 or greater; got {warmup}")
-    require(
+    check_rule(warmup >= 0, f"{name}.num_warmup_steps must be 0 or greater; got {warmup}")
+    check_rule(
         warmup == 0 or optimizer.scheduler != "constant",
         f"{name}.num_warmup_steps={warmup} is not read by {name}.scheduler=constant; use constant_with_warmup",
     )
 
 
 def check_adapters(lora: LoRAConfig, name: str, *, dropout_allowed: bool = False) -> None:
-    """Low-rank adapters; `name` is the section's. Reinforcement learning allows no dropout."""
-    require(lora.rank >= 0, f"{name}.rank must be 0 (no adapters) or greater; got {lora.rank}")
-    require(lora.alpha > 0, f"{name}.alpha must be greater than 0; got {lora.alpha}")
-    require(0 <= lora.dropout < 1, f"{name}.dropout must be from 0 to below 1; got {lora.dropout}")
-    require(
+    """Check low-rank adapters. `name` is the name of the section. Reinforcement learning does not allow dropout."""
+    check_rule(lora.rank >= 0, f"{name}.rank must be 0 (no adapters) or greater; got {lora.rank}")
+    check_rule(lora.alpha > 0, f"{name}.alpha must be greater than 0; got {lora.alpha}")
+    check_rule(0 <= lora.dropout < 1, f"{name}.dropout must be from 0 to below 1; got {lora.dropout}")
+    check_rule(
         dropout_allowed or lora.dropout == 0,
         f"{name}.dropout={lora.dropout} must be 0 in reinforcement learning: with dropout, the log-probs (and values) "
         "of the same weights differ from one forward to the next, and the probability ratio is not 1 where it should",
@@ -75,21 +75,21 @@ def check_adapters(lora: LoRAConfig, name: str, *, dropout_allowed: bool = False
 
 
 def check_division(model: object, name: str, world_size: int) -> None:
-    """`trainer.<name>.{fsdp_config,sequence_parallel_size}` fit the model's number of workers."""
+    """Check that `trainer.<name>.{fsdp_config,sequence_parallel_size}` fit the model's number of workers."""
     fsdp: FSDPConfig = model.fsdp_config  # type: ignore[attr-defined]
     ranks: int = model.sequence_parallel_size  # type: ignore[attr-defined]
     size = fsdp.fsdp_size if fsdp.fsdp_size != -1 else world_size
-    require(
+    check_rule(
         size > 0 and world_size % size == 0,
         f"trainer.{name}.fsdp_config.fsdp_size={fsdp.fsdp_size} must be -1 or divide the model's {world_size} workers",
     )
     group = fsdp.reshard_after_forward
-    require(
+    check_rule(
         isinstance(group, bool) or (1 < group < size and size % group == 0),
         f"trainer.{name}.fsdp_config.reshard_after_forward={group} must be true, false, or a divisor of the {size} "
         f"ranks that divide the model, other than 1 and {size}",
     )
-    require(
+    check_rule(
         world_size % ranks == 0,
         f"trainer.{name}.sequence_parallel_size={ranks} must divide the model's {world_size} workers "
         f"(trainer.placement.{name}_num_nodes x {name}_num_gpus_per_node)",
@@ -99,9 +99,9 @@ def check_division(model: object, name: str, world_size: int) -> None:
 def _check_shared_devices(config: SkyRLConfig) -> None:
     trainer, placement, generator = config.trainer, config.trainer.placement, config.generator
     if placement.device == "cpu":
-        return  # counts are processes there: any number of them shares the cores
+        return  # counts are processes on a CPU: any number can share the cores
     engine_gpus = generator.num_inference_engines * generator.engine_world_size
-    require(
+    check_rule(
         not placement.colocate_all or placement.policy_world_size == engine_gpus,
         "trainer.placement.colocate_all=true puts the engines on the policy's GPUs, but there are "
         f"{placement.policy_world_size} policy GPUs (trainer.placement.policy_num_nodes x policy_num_gpus_per_node) "
@@ -113,7 +113,7 @@ def _check_shared_devices(config: SkyRLConfig) -> None:
     policy = (placement.policy_num_nodes, placement.policy_num_gpus_per_node)
     for name, title in (("ref", "reference model"), ("critic", "critic")):
         own = (getattr(placement, f"{name}_num_nodes"), getattr(placement, f"{name}_num_gpus_per_node"))
-        require(
+        check_rule(
             policy == own or not (has[name] and shares[name]),
             f"policy and {title} share GPUs, so they need as many; got trainer.placement.policy_num_nodes x "
             f"policy_num_gpus_per_node = {policy[0]} x {policy[1]} and {name}_num_nodes x {name}_num_gpus_per_node = "

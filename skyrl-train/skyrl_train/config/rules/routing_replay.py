@@ -1,42 +1,42 @@
-"""Rules of routing replay: training and engines can carry the routes of a mixture of experts."""
+"""Rules of routing replay: training backend and engines must support the routes of a mixture of experts."""
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry
-from skyrl_train.config.rules.checks import choices, require, require_drawn_tokens
+from skyrl_train.config.rules.checks import check_rule, check_sampled_tokens_are_kept, format_choices
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 
 
 def check_routing_replay(config: SkyRLConfig) -> None:
-    """`trainer.policy.routing_replay` fits the training backend, the engines and the dialogues. After `auto` is
-    answered. (That the model is a mixture is seen where it is loaded.)"""
+    """Check that `trainer.policy.routing_replay` fits the training backend, the engines and the conversations. Runs
+    after `auto` is resolved. (Whether the model is a mixture is checked at loading.)"""
     replay = config.trainer.policy.routing_replay
     if replay == "off":
         return
     setting = f"trainer.policy.routing_replay={replay}"
-    strategies = TrainingBackendRegistry.registrations()
+    strategies = TrainingBackendRegistry.list_registrations()
     names = [name for name, entry in strategies.items() if entry.requires.routing_replay]
-    require(
+    check_rule(
         config.trainer.strategy in names,
         f"trainer.strategy={config.trainer.strategy} replays no routes: {setting} must be off, or use "
-        f"{choices('trainer.strategy', names)}",
+        f"{format_choices('trainer.strategy', names)}",
     )
     if replay == "R3":
         _check_engines(config, setting)
 
 
 def _check_engines(config: SkyRLConfig, setting: str) -> None:
-    """R3 needs the routes of every token, from the engine that wrote it."""
+    """Check that the engine records the routes of every token, as R3 needs."""
     generator = config.generator
-    names = [name for name, entry in EngineRegistry.registrations().items() if entry.requires.expert_routes]
-    require(
+    names = [name for name, entry in EngineRegistry.list_registrations().items() if entry.requires.expert_routes]
+    check_rule(
         generator.run_engines_locally,
         f"{setting} needs engines that return the experts they chose; servers started elsewhere "
         "(generator.run_engines_locally=false) do not. Use engines of this run "
-        f"({choices('generator.backend', names)}), or R2",
+        f"({format_choices('generator.backend', names)}), or R2",
     )
-    require(
+    check_rule(
         generator.backend in names,
         f"{setting} needs an engine that returns the experts it chose, and generator.backend={generator.backend} does "
-        f"not; use {choices('generator.backend', names)}, or R2",
+        f"not; use {format_choices('generator.backend', names)}, or R2",
     )
-    require_drawn_tokens(generator, setting, "use R2")
+    check_sampled_tokens_are_kept(generator, setting, "use R2")

@@ -1,11 +1,11 @@
-"""Rules of the run around the training: paths, trackers, checkpoints."""
+"""Rules of the run: paths, trackers, checkpoints."""
 
 import os
 import warnings
 
 from skyrl_train.config.bounds import check_bounds
 from skyrl_train.config.config import SAMPLE_TRACKERS, TAG_TRACKERS, SkyRLConfig
-from skyrl_train.config.rules.checks import require, value_of
+from skyrl_train.config.rules.checks import check_rule, get_setting
 
 _PATHS = ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path", "trainer.resume_path", "trainer.log_path")
 _LOCAL = ("trainer.log_path", "trainer.policy.torch_profiler_config.save_path")
@@ -13,30 +13,30 @@ _MODELS = ("trainer.policy.model.path", "trainer.ref.model.path", "trainer.criti
 
 
 def check_paths(config: SkyRLConfig) -> None:
-    """Check that folders are named, and are folders."""
+    """Check that folders are configured and are not files."""
     for name in _PATHS:
-        path = value_of(config, name)
+        path = get_setting(config, name)
         if path is None:
             continue
-        require(path != "", f"{name} is empty; give a folder, or leave the setting out")
-    require(
+        check_rule(path != "", f"{name} is empty; give a folder, or leave the setting out")
+    check_rule(
         "://" not in config.trainer.run_dir,
         f"trainer.run_dir={config.trainer.run_dir} must be a folder on a file system: metrics, logs and the journal of "
         "asynchronous training are appended to line by line, which an object store cannot do. Set trainer.ckpt_path "
         "and trainer.export_path to URLs instead",
     )
     for name in _LOCAL:
-        path = value_of(config, name)
-        require(
+        path = get_setting(config, name)
+        check_rule(
             path is None or (path != "" and "://" not in path),
             f"{name}={path} must be a folder on a file system; leave it out for one in trainer.run_dir",
         )
     for name in _MODELS:
-        require(value_of(config, name) != "", f"{name} is empty; give a folder or a name on the Hugging Face hub")
+        check_rule(get_setting(config, name) != "", f"{name} is empty; give a folder or a name on the Hugging Face hub")
 
 
 def check_loggers(config: SkyRLConfig) -> None:
-    """Check that a tracker that needs a key has one, and that one takes what it is to be sent."""
+    """Check that trackers have the keys they need and support the data to be sent."""
     trainer = config.trainer
     sent = {
         "trainer.tags": (bool(trainer.tags), TAG_TRACKERS),
@@ -52,7 +52,7 @@ def check_loggers(config: SkyRLConfig) -> None:
             )
     if "wandb" not in config.trainer.loggers or os.environ.get("WANDB_API_KEY"):
         return
-    require(
+    check_rule(
         os.environ.get("WANDB_MODE") in ("offline", "disabled"),
         "trainer.logger=wandb needs the environment variable WANDB_API_KEY; set it, or WANDB_MODE=offline to keep the "
         "run on this machine, or trainer.logger=console",
@@ -60,24 +60,24 @@ def check_loggers(config: SkyRLConfig) -> None:
 
 
 def check_checkpoints(config: SkyRLConfig) -> None:
-    """Check that the settings of keeping and of resuming checkpoints do not contradict each other."""
+    """Check that the settings for keeping and resuming checkpoints do not contradict each other."""
     trainer = config.trainer
-    require(
+    check_rule(
         trainer.max_ckpts_to_keep == -1 or trainer.max_ckpts_to_keep > 0,
         f"trainer.max_ckpts_to_keep must be -1 (keep all) or greater than 0; got {trainer.max_ckpts_to_keep}"
         + (" (to write none, set trainer.ckpt_interval=0)" if trainer.max_ckpts_to_keep == 0 else ""),
     )
     limit = trainer.max_trajectories_gb
-    require(
+    check_rule(
         limit is None or limit > 0,
         f"trainer.max_trajectories_gb must be greater than 0, or null for no limit; got {limit}"
         " (to write none, set trainer.dump_trajectories=false)",
     )
-    require(
+    check_rule(
         trainer.resume_mode != "from_path" or trainer.resume_path is not None,
         "trainer.resume_mode=from_path needs trainer.resume_path, the global_step_N folder to go on from",
     )
-    require(
+    check_rule(
         trainer.resume_mode == "from_path" or trainer.resume_path is None,
         f"trainer.resume_path={trainer.resume_path} is read only with trainer.resume_mode=from_path; got "
         f"trainer.resume_mode={trainer.resume_mode}",
@@ -85,21 +85,21 @@ def check_checkpoints(config: SkyRLConfig) -> None:
 
 
 def check_profiler(config: SkyRLConfig) -> None:
-    """Check the settings of the policy's profile."""
+    """Check the profiler settings of the policy."""
     name, settings = "trainer.policy.torch_profiler_config", config.trainer.policy.torch_profiler_config
     check_bounds(settings, name)
     if not settings.enable:
         return
     size = config.trainer.placement.policy_world_size
-    require(
+    check_rule(
         bool(settings.ranks) and all(0 <= rank < size for rank in settings.ranks),
         f"{name}.ranks={settings.ranks} must name ranks of the policy, from 0 to {size - 1}",
     )
-    require(
+    check_rule(
         "cpu" in settings.activities or ("cuda" in settings.activities and config.trainer.placement.device != "cpu"),
         f"{name}.activities={settings.activities} records nothing on {config.trainer.placement.device}; add cpu",
     )
-    require(
+    check_rule(
         settings.export_type != "stacks" or settings.with_stack,
         f"{name}.export_type=stacks needs {name}.with_stack=true",
     )

@@ -1,30 +1,30 @@
-"""Rules of sampling-mask replay: engines return the tokens that truncation kept, training renormalizes over them."""
+"""Rules of sampling-mask replay: engines return the tokens kept by truncation, training renormalizes over them."""
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry
-from skyrl_train.config.rules.checks import choices, require, require_drawn_tokens
+from skyrl_train.config.rules.checks import check_rule, check_sampled_tokens_are_kept, format_choices
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 
 _SETTING = "trainer.policy.sampling_mask_replay=true"
 
 
 def check_sampling_mask_replay(config: SkyRLConfig) -> None:
-    """`trainer.policy.sampling_mask_replay` fits sampling, training backend, engines and dialogues. After `auto` is
-    answered."""
+    """Check that `trainer.policy.sampling_mask_replay` fits sampling, training backend, engines and conversations. Runs
+    after `auto` is resolved."""
     if not config.trainer.policy.sampling_mask_replay:
         return
     _check_sampling(config)
     _check_engines(config)
-    strategies = TrainingBackendRegistry.registrations()
+    strategies = TrainingBackendRegistry.list_registrations()
     names = [name for name, each in strategies.items() if each.requires.sampling_masks and not each.requires.alias_of]
-    require(
+    check_rule(
         config.trainer.strategy in names,
         f"trainer.strategy={config.trainer.strategy} computes no log-probs over recorded tokens (its vocabulary is "
         f"divided over ranks, or its backend declares no `sampling_masks`): {_SETTING} needs "
-        f"{choices('trainer.strategy', names)}",
+        f"{format_choices('trainer.strategy', names)}",
     )
     teachers = config.trainer.distillation.teachers
-    require(
+    check_rule(
         not teachers,
         f"{_SETTING} cannot go with trainer.distillation.teachers ({', '.join(teachers)}), whose log-probs are over "
         "the whole vocabulary. Turn the replay off, and sample with generator.sampling_params.top_p=1 and top_k=-1",
@@ -33,13 +33,13 @@ def check_sampling_mask_replay(config: SkyRLConfig) -> None:
 
 def _check_sampling(config: SkyRLConfig) -> None:
     params = config.generator.sampling_params
-    require(
+    check_rule(
         params.top_k > 0,
         f"generator.sampling_params.top_k={params.top_k} (off) must be above 0 with {_SETTING}: it bounds the tokens "
         "that are recorded with each token, also where top_p or min_p truncate. Set top_k, to 512 for example, which "
         "seldom binds beside top_p=0.95; or turn the replay off",
     )
-    require(
+    check_rule(
         params.repetition_penalty == 1,
         f"generator.sampling_params.repetition_penalty={params.repetition_penalty} must be 1 (off) with {_SETTING}: "
         "the penalty changes the logits of kept tokens, which training does not",
@@ -48,21 +48,21 @@ def _check_sampling(config: SkyRLConfig) -> None:
 
 def _check_engines(config: SkyRLConfig) -> None:
     generator = config.generator
-    names = [name for name, entry in EngineRegistry.registrations().items() if entry.requires.kept_tokens]
-    fix = f"Use {choices('generator.backend', names)}, or turn the replay off"
-    require(
+    names = [name for name, entry in EngineRegistry.list_registrations().items() if entry.requires.kept_tokens]
+    fix = f"Use {format_choices('generator.backend', names)}, or turn the replay off"
+    check_rule(
         generator.run_engines_locally,
         f"{_SETTING} needs engines that return the tokens that truncation kept; servers started elsewhere "
         f"(generator.run_engines_locally=false) do not. {fix}",
     )
-    require(
+    check_rule(
         generator.backend in names,
         f"{_SETTING} needs an engine that returns the tokens that truncation kept, and generator.backend="
         f"{generator.backend} does not. {fix}",
     )
-    require(
+    check_rule(
         generator.uses_environments,
         f"{_SETTING} cannot go with generator.task={generator.task} or generator.harness: agents do not pass on the "
         "tokens that truncation kept. Leave one of them out",
     )
-    require_drawn_tokens(generator, _SETTING, "turn the replay off")
+    check_sampled_tokens_are_kept(generator, _SETTING, "turn the replay off")

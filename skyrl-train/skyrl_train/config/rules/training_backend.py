@@ -1,17 +1,17 @@
-"""Rules of the training backend: its declared traits against what the run asks of it."""
+"""Rules of the training backend: its traits against the requirements of the run."""
 
 import warnings
 
 from skyrl_train.config.config import SkyRLConfig, TrainerConfig
 from skyrl_train.config.models import CriticConfig, PolicyConfig
-from skyrl_train.config.rules.checks import require
+from skyrl_train.config.rules.checks import check_rule
 from skyrl_train.config.training_backends import TrainingBackendRegistry
-from skyrl_train.config.typed import leaves
+from skyrl_train.config.typed import iter_settings
 
 
-def replace_old_name(trainer: TrainerConfig) -> None:
-    """Replace a backend's name in other releases by the present one, with a warning."""
-    present = TrainingBackendRegistry.requirements(trainer.strategy).alias_of
+def replace_deprecated_strategy(trainer: TrainerConfig) -> None:
+    """Replace a backend's name in other releases by the current one, with a warning."""
+    present = TrainingBackendRegistry.get_requirements(trainer.strategy).alias_of
     if present is not None:
         warnings.warn(
             f"trainer.strategy={trainer.strategy} means trainer.strategy={present} here, which takes the same settings",
@@ -22,12 +22,12 @@ def replace_old_name(trainer: TrainerConfig) -> None:
 
 
 def check_training_backend(config: SkyRLConfig) -> None:
-    """The backend of `trainer.strategy` is installed and can hold every model of the run."""
+    """Check that the backend of `trainer.strategy` is installed and supports all models of the run."""
     trainer, placement = config.trainer, config.trainer.placement
-    replace_old_name(trainer)
+    replace_deprecated_strategy(trainer)
     strategy = f"trainer.strategy={trainer.strategy}"
-    traits = TrainingBackendRegistry.requirements(trainer.strategy)
-    require(traits.is_installed, f"{strategy} needs the package {traits.library}: {traits.install_hint}")
+    traits = TrainingBackendRegistry.get_requirements(trainer.strategy)
+    check_rule(traits.is_installed, f"{strategy} needs the package {traits.library}: {traits.install_hint}")
     _check_sections(config)
     traits.check_settings(config)
     trained: dict[str, PolicyConfig | CriticConfig] = {"policy": trainer.policy}
@@ -35,7 +35,7 @@ def check_training_backend(config: SkyRLConfig) -> None:
         trained["critic"] = trainer.critic
     for name, model in trained.items():
         rank = model.model.lora.rank
-        require(
+        check_rule(
             rank == 0 or traits.adapters,
             f"{strategy} trains no adapters: trainer.{name}.model.lora.rank={rank} must be 0, or use another strategy",
         )
@@ -43,13 +43,13 @@ def check_training_backend(config: SkyRLConfig) -> None:
     if trainer.num_reference_models:
         num_ranks["ref"] = placement.ref_world_size
     for name, count in num_ranks.items():
-        require(
+        check_rule(
             traits.max_ranks is None or count <= traits.max_ranks,
             f"{strategy} holds a model on at most {traits.max_ranks} ranks; trainer.placement.{name}_num_nodes x "
             f"{name}_num_gpus_per_node is {count}: lower them, or use another strategy",
         )
         size: int = getattr(trainer, name).sequence_parallel_size
-        require(
+        check_rule(
             size == 1 or traits.sequence_parallel,
             f"{strategy} does not divide sequences: trainer.{name}.sequence_parallel_size={size} must be 1, or use "
             "another strategy",
@@ -57,17 +57,17 @@ def check_training_backend(config: SkyRLConfig) -> None:
 
 
 def _check_sections(config: SkyRLConfig) -> None:
-    """Check that settings which only another backend reads are at their defaults."""
+    """Check that settings that only another backend reads are at their defaults."""
     strategy = config.trainer.strategy
-    names = TrainingBackendRegistry.registrations()
-    others = {TrainingBackendRegistry.requirements(name).section for name in names if name != strategy} - {None}
+    names = TrainingBackendRegistry.list_registrations()
+    others = {TrainingBackendRegistry.get_requirements(name).section for name in names if name != strategy} - {None}
     unchanged = SkyRLConfig().trainer
-    defaults = {name: getattr(section, field.name) for name, section, field in leaves(unchanged, "trainer")}
-    for name, section, field in leaves(config.trainer, "trainer"):
+    defaults = {name: getattr(section, field.name) for name, section, field in iter_settings(unchanged, "trainer")}
+    for name, section, field in iter_settings(config.trainer, "trainer"):
         if others.isdisjoint(name.split(".")):
             continue
         value = getattr(section, field.name)
-        require(
+        check_rule(
             value == defaults[name],
             f"{name}={value!r} is not read by trainer.strategy={strategy}; leave it at {defaults[name]!r}, or use "
             "another strategy",

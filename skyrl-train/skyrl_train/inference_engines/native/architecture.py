@@ -8,7 +8,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.linear_attention import LINEAR_ATTENTION, MODEL_TYPES
-from skyrl_train.models.quantized import quantization_of
+from skyrl_train.models.quantized import describe_quantization
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -23,7 +23,7 @@ def check_architecture(config: PretrainedConfig, model_path: str) -> None:
         ConfigError: a kind of layer or attention that the engine does not have.
     """
     text = config.get_text_config()
-    if quantization := quantization_of(config):
+    if quantization := describe_quantization(config):
         raise unfit(config, model_path, quantization)
     known = _LAYER_TYPES | ({LINEAR_ATTENTION} if text.model_type in MODEL_TYPES else set())
     if other := sorted(set(getattr(text, "layer_types", None) or []) - known):

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from skyrl_train.models.attention import AttentionRule, capped, softmax_with_sinks
+from skyrl_train.models.attention import AttentionRule, cap_scores, compute_softmax_with_sinks
 
 ATTENTION_NAME = "skyrl_native"
 MIN_ROWS = 4
@@ -177,8 +177,8 @@ def grouped_attention(
             return torch.bmm(queries, key[row, :, :num_shared].mT)
 
         scores = torch.cat([shared.apply(scores_of, query, num_queries), scores], dim=-1)
-    scores = capped(scores, rule.softcap).add_(mask)
-    probabilities = softmax_with_sinks(scores, rule.sinks).to(values.dtype)
+    scores = cap_scores(scores, rule.softcap).add_(mask)
+    probabilities = compute_softmax_with_sinks(scores, rule.sinks).to(values.dtype)
     output = None
     if shared is not None:
 

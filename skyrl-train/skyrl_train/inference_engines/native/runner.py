@@ -26,9 +26,9 @@ from skyrl_train.inference_engines.native.attention import (
 from skyrl_train.inference_engines.native.cache import SlotCache
 from skyrl_train.inference_engines.native.lora import Loras
 from skyrl_train.inference_engines.native.prompt_scores import Head, ruled
-from skyrl_train.models.linear_attention import use_delta_nets
+from skyrl_train.models.linear_attention import replace_delta_nets
 from skyrl_train.models.routing_replay import KEYWORD, RoutingPass, RoutingReplay
-from skyrl_train.models.scoring import logit_rule
+from skyrl_train.models.scoring import read_logit_rule
 
 
 class ModelRunner:
@@ -63,12 +63,12 @@ class ModelRunner:
         self.num_forwards = 0
         self.device = next(model.parameters()).device
         self.loras = Loras(model, max_loras=max_loras)
-        self.has_states = use_delta_nets(model) > 0
+        self.has_states = replace_delta_nets(model) > 0
         """True if the model has linear attention: a row's past is a state, known behind its last token alone."""
         self.shares_keys = self.device.type == "cpu" and model.dtype == torch.float32 and not self.has_states
         """True if decoding reads keys that rows have in common once: where equal tokens have equal keys to the bit."""
         self._row_multiple = row_multiple_of(model)
-        self._logit_rule = logit_rule(model.config)
+        self._logit_rule = read_logit_rule(model.config)
         num_layers = model.config.get_text_config().num_hidden_layers
         max_cache = math.inf if max_cache_tokens is None else max_cache_tokens
         self.cache = SlotCache(num_layers, self.filled(max_num_seqs), max_length, max_cache)
@@ -193,7 +193,7 @@ class ModelRunner:
 
 def _taken(routing: RoutingPass, replay: RoutingReplay) -> np.ndarray:
     """Return the routes of a pass, [tokens, L, k] in their compact type."""
-    return routing.routes().to(route_dtype(replay.shape.num_experts)).cpu().numpy()
+    return routing.get_routes().to(route_dtype(replay.shape.num_experts)).cpu().numpy()
 
 
 def filled_up(slots: np.ndarray, num_rows: int) -> np.ndarray:

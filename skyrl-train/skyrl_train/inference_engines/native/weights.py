@@ -6,7 +6,7 @@ import torch
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.inference_engines.native.packed_linear import drop_packed, pack_linears, stale_copies
-from skyrl_train.models.persistent_buffers import persistent_buffers
+from skyrl_train.models.persistent_buffers import iter_persistent_buffers
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import Verification, VerificationSample, fingerprints_of, num_bytes_read
 from skyrl_train.weight_sync.receiver import WeightReceiver
@@ -28,7 +28,7 @@ class EngineWeights:
         self._model = model
         self._parameters: dict[str, torch.Tensor] = {
             **dict(model.named_parameters()),
-            **dict(persistent_buffers(model)),
+            **dict(iter_persistent_buffers(model)),
         }
         self._device = device
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}

@@ -401,7 +401,7 @@ def _server_protocols() -> dict[str, type[ServerProtocol]]:
     """Return the protocol of each kind of engine that can be a server started elsewhere."""
     return {
         name: registration.requires.server_protocol()
-        for name, registration in EngineRegistry.registrations().items()
+        for name, registration in EngineRegistry.list_registrations().items()
         if registration.requires.server_protocol is not None
     }
 

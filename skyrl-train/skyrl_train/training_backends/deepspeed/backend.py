@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO divides optimizer state (stage 1), gradients (2) and parameters (3) over the ranks."""
+"""DeepSpeed: ZeRO shards optimizer state (stage 1), gradients (2) and parameters (3) over the ranks."""
 
 import logging
 from collections.abc import Iterator
@@ -8,31 +8,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from skyrl_train.models.build import transformer_of
+from skyrl_train.models.build import get_transformer
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.training_backends.base import RankInfo, Step
 from skyrl_train.training_backends.checkpoint import StateFiles
-from skyrl_train.training_backends.deepspeed.engine_settings import JsonSection, settings_of_model
+from skyrl_train.training_backends.deepspeed.engine_settings import JsonSection, build_model_settings
 from skyrl_train.training_backends.deepspeed.loading import load_on_ranks
-from skyrl_train.training_backends.deepspeed.memory import memory_report, offload_model, onload_model
+from skyrl_train.training_backends.deepspeed.memory import build_memory_report, offload_model, onload_model
 from skyrl_train.training_backends.deepspeed.partitions import Engine, free_gathered_parameters, write_parameter
 from skyrl_train.training_backends.deepspeed.process import deepspeed, join_deepspeed
 from skyrl_train.training_backends.deepspeed.replicated_optimizer import ReplicatedAdamW
 from skyrl_train.training_backends.deepspeed.training_state import gather_training_state, load_training_state
-from skyrl_train.training_backends.optimizer import new_adamw, set_learning_rate
+from skyrl_train.training_backends.optimizer import build_adamw, set_learning_rate
 from skyrl_train.training_backends.transformers_backend import TransformersBackend
 
 logger = logging.getLogger(__name__)
 
 
 class DeepSpeedBackend(TransformersBackend):
-    """A model in a DeepSpeed engine, with torch's AdamW. A model of stage 0 that only scores needs no engine."""
+    """Model in a DeepSpeed engine, with torch's AdamW. A model of stage 0 that only scores needs no engine."""
 
     engine: Engine = None
 
     @property
     def stage(self) -> int:
-        """Stage of ZeRO: 0 divides nothing, 3 everything."""
+        """Stage of ZeRO: 0 shards nothing, 3 everything."""
         return self.settings.deepspeed_config.zero_optimization.stage
 
     def join(self, info: RankInfo) -> None:
@@ -40,16 +40,16 @@ class DeepSpeedBackend(TransformersBackend):
         join_deepspeed(self.device, self.cfg.trainer.worker_timeout_seconds)
 
     def load_model(self) -> None:
-        """Load the model, give every rank its part, and make the engine."""
+        """Load the model, distribute it over the ranks, and create the engine."""
         torch.manual_seed(self.cfg.trainer.seed)
         if self.engine is not None:
             self.engine.destroy()
             self.engine = None
         is_first = self.parallel.rank == 0
         self.model, files = self.open_model(self.settings.model.path or "", check=True)
-        if not is_first:  # the values that a model begins with are drawn: dropout of adapters differs by rank
+        if not is_first:  # initial values have been drawn; dropout of adapters must differ by rank
             torch.manual_seed(self.cfg.trainer.seed + self.parallel.rank)
-        settings = settings_of_model(self.cfg, self.name)
+        settings = build_model_settings(self.cfg, self.name)
         rounded = self.cfg.trainer.bf16 and not self.settings.deepspeed_config.torch_autocast.enabled
         dtype = torch.bfloat16 if rounded else torch.float32
         with closing(files) if files is not None else nullcontext():
@@ -63,13 +63,13 @@ class DeepSpeedBackend(TransformersBackend):
                 self.stage,
                 self.name,
                 self.parallel.world_size,
-                memory_report(self.engine, self.model, self.stage),
+                build_memory_report(self.engine, self.model, self.stage),
             )
 
     def _make_engine(self, settings: JsonSection) -> None:
-        optimizer = self._new_optimizer() if self.is_trained else None
+        optimizer = self._build_optimizer() if self.is_trained else None
         if self.stage == 3:
-            # The root computes with the weight of its output layer, which is a module's that it does not call.
+            # The root uses the weight of its output layer, which belongs to a module that it does not call.
             head = (
                 self.model.causal_lm.get_output_embeddings()
                 if isinstance(self.model, ScoringModel)
@@ -83,16 +83,16 @@ class DeepSpeedBackend(TransformersBackend):
         if self.is_trained:
             self.begin_schedule()
 
-    def _new_optimizer(self) -> torch.optim.AdamW:
+    def _build_optimizer(self) -> torch.optim.AdamW:
         settings = self.trained_settings
         config, offload = settings.optimizer_config, settings.deepspeed_config.zero_optimization.offload_optimizer
-        # One kernel for a whole flat tensor. On a CPU with no GPU beside it, the same operations as under FSDP2.
+        # One kernel for a whole flat tensor. On a CPU without a GPU, the same operations as under FSDP2.
         fused = self.device.type == "cuda" or offload.device == "cpu"
         if self.stage == 0:
-            optimizer = new_adamw(self.model.parameters(), config, ReplicatedAdamW, fused=fused)
+            optimizer = build_adamw(self.model.parameters(), config, ReplicatedAdamW, fused=fused)
             optimizer.max_norm = config.max_grad_norm
             return optimizer
-        return new_adamw(self.model.parameters(), config, fused=fused)
+        return build_adamw(self.model.parameters(), config, fused=fused)
 
     # ---- one step
 
@@ -111,7 +111,7 @@ class DeepSpeedBackend(TransformersBackend):
         learning_rate = self.schedule.rate
         set_learning_rate(self.engine.basic_optimizer, learning_rate)
         self.engine.step()
-        self.schedule.advance()
+        self.schedule.step()
         norm = float(self.engine.get_global_grad_norm())
         return Step(norm, learning_rate, is_skipped=not self.engine.was_step_applied())
 
@@ -121,7 +121,7 @@ class DeepSpeedBackend(TransformersBackend):
         is_first = self.parallel.rank == 0
         other, files = self.open_model(folder, check=False)
         free_gathered_parameters(self.engine)
-        names = {id(parameter): name for name, parameter in transformer_of(other).named_parameters()}
+        names = {id(parameter): name for name, parameter in get_transformer(other).named_parameters()}
         with closing(files) if files is not None else nullcontext():
             for parameter, new in zip(self.model.parameters(), other.parameters(), strict=True):
                 if files is not None and new.is_meta:

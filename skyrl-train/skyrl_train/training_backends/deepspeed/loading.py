@@ -1,5 +1,5 @@
-"""Weights of the ranks of a DeepSpeed engine, all of them on each or (stage 3) a part: read from files by each rank, or
-taken from rank 0, one by one.
+"""Loading of weights to the ranks of a DeepSpeed engine, whole or (stage 3) sharded: read from files by each rank, or
+broadcast from rank 0, one by one.
 """
 
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from skyrl_train.distributed.broadcast import broadcast_buffers
-from skyrl_train.distributed.zero_parameter import is_zero_parameter, whole_shape
+from skyrl_train.distributed.zero_parameter import get_whole_shape, is_zero_parameter
 from skyrl_train.models.weight_files import WeightFiles
 from skyrl_train.training_backends.deepspeed.engine_settings import JsonSection
-from skyrl_train.training_backends.deepspeed.partitions import ZeroInit, ZeroParameter, part_of_zero_parameter
+from skyrl_train.training_backends.deepspeed.partitions import ZeroInit, ZeroParameter, get_zero_part
 
 
 def load_on_ranks(
@@ -24,21 +24,21 @@ def load_on_ranks(
     zero_settings: JsonSection | None,
     dtype: torch.dtype,
 ) -> None:
-    """Give every rank its parameters and buffers, in place. A collective.
+    """Load parameters and buffers on every rank, in place. A collective.
 
     Args:
         model: on the CPU or the meta device.
-        transformer: the model inside that the files are of.
-        files: of the parameters on the meta device; those that are not come from rank 0. None: all come from rank 0.
-        zero_settings: DeepSpeed's settings, to divide parameters over the ranks (stage 3); None to copy them.
-        dtype: precision that parameters are kept in.
+        transformer: the inner model that the files belong to.
+        files: files of the parameters on the meta device; all others come from rank 0. None: all come from rank 0.
+        zero_settings: DeepSpeed's settings, to shard parameters over the ranks (stage 3); None to copy them.
+        dtype: dtype of the stored parameters.
     """
     init: ZeroInit = None
     if zero_settings is not None:
-        # Not as a context: the model exists already, and DeepSpeed must not replace what makes tensors.
+        # Not as a context: the model exists already, and DeepSpeed must not replace tensor constructors.
         init = deepspeed.zero.Init(config_dict_or_path=zero_settings, mem_efficient_linear=False)
     names = {id(parameter): name for name, parameter in transformer.named_parameters()}
-    for places in _parameters_with_places(model):
+    for places in _iter_parameters(model):
         module, name = places[0]
         parameter = module._parameters[name]
         assert parameter is not None
@@ -51,7 +51,7 @@ def load_on_ranks(
         for module, name in places:  # tied parameters stay tied
             module._parameters[name] = parameter
         if files is not None and stored is not None:
-            if init is not None:  # its part of what is empty
+            if init is not None:  # its shard of an empty parameter
                 init._convert_to_deepspeed_param(parameter)
                 parameter.partition()  # type: ignore[attr-defined]
             read_parameter(files, stored, parameter)
@@ -64,23 +64,23 @@ def load_on_ranks(
 
 @torch.no_grad()
 def read_parameter(files: WeightFiles, name: str, parameter: ZeroParameter) -> None:
-    """Read what this rank holds of a parameter, whole or divided by stage 3, from files."""
+    """Read this rank's values of a parameter from files: the whole, or its shard in stage 3."""
     if not is_zero_parameter(parameter):
         parameter.data.copy_(files.read(name))
         return
-    part = part_of_zero_parameter(parameter)
+    part = get_zero_part(parameter)
     if part.size == 0:
         return
-    # A part is a range of the flattened parameter, which begins and ends within rows.
-    row = max(1, whole_shape(parameter)[1:].numel())
+    # A shard is a range of the flattened parameter, which may start and end within rows.
+    row = max(1, get_whole_shape(parameter)[1:].numel())
     start, end = part.offset // row, -(-(part.offset + part.size) // row)
     numbers = files.read(name, start, end).reshape(-1).narrow(0, part.offset - start * row, part.size)
-    part.of(parameter.ds_tensor.data).copy_(numbers)
+    part.get_from_flat(parameter.ds_tensor.data).copy_(numbers)
 
 
-def _parameters_with_places(model: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
-    """Yield the places of each parameter, a module and a name there: several where it is tied. In the same order on
-    every rank."""
+def _iter_parameters(model: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
+    """Yield each parameter with its (module, name) locations: several if it is tied. In the same order on every
+    rank."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -1,6 +1,6 @@
-"""Memory of a DeepSpeed engine: what lies where, and its way to host memory and back.
+"""Memory of a DeepSpeed engine: report by device, offload to host memory and onload.
 
-Models that take turns on a GPU leave it between their phases.
+Models that time-share a GPU leave it between their phases.
 """
 
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from torch import nn
 
 from skyrl_train.training_backends.deepspeed.partitions import (
     Engine,
-    flat_weights_of,
     free_gathered_parameters,
-    held_by_rank,
-    learns,
+    get_flat_weights,
+    get_local_tensor,
+    is_trained,
 )
 from skyrl_train.training_backends.optimizer import move_optimizer_state
 
@@ -30,9 +30,11 @@ _OF_ENGINE = {
 """Kinds of state that the engine moves itself, by stage."""
 
 
-def memory_report(engine: Engine, model: nn.Module, stage: int) -> str:
-    """Return a table of the bytes of this rank by kind and device. Gradients and moments count before there are any."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad] if learns(engine) else []
+def build_memory_report(engine: Engine, model: nn.Module, stage: int) -> str:
+    """Return a table of the bytes of this rank by kind and device. Gradients and moments count even before they
+    exist.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad] if is_trained(engine) else []
     world_size = 1 if engine is None else engine.world_size
     sizes: dict[tuple[str, str], int] = {}
 
@@ -41,9 +43,9 @@ def memory_report(engine: Engine, model: nn.Module, stage: int) -> str:
         sizes[place] = sizes.get(place, 0) + num_bytes
 
     for parameter in model.parameters():
-        held = held_by_rank(parameter)
+        held = get_local_tensor(parameter)
         add("parameters", held.device, held.nbytes)
-    for flat in {id(flat): flat for flat in (flat_weights_of(engine, parameter) for parameter in trained)}.values():
+    for flat in {id(flat): flat for flat in (get_flat_weights(engine, parameter) for parameter in trained)}.values():
         if stage > 0:
             add("float32 weights", flat.device, flat.nbytes)
         add("moments", flat.device, 2 * flat.nbytes)
@@ -56,14 +58,14 @@ def memory_report(engine: Engine, model: nn.Module, stage: int) -> str:
 def offload_model(engine: Engine, model: nn.Module, *, with_optimizer: bool) -> None:
     """Move a model, and the state of its optimizer, to host memory."""
     free_gathered_parameters(engine)
-    stage = _stage(engine)
-    has_optimizer = learns(engine)
-    if has_optimizer and stage > 0 and not _offloads_parameters(engine):
+    stage = _get_stage(engine)
+    has_optimizer = is_trained(engine)
+    if has_optimizer and stage > 0 and not _is_offloading_parameters(engine):
         kinds = _OF_ENGINE[max(stage, 2)]
         engine.offload_states(include=list(kinds), device=OffloadDeviceEnum.cpu, pin_memory=False)
     _move_rest(model, _CPU)
     if has_optimizer and with_optimizer and not engine.zero_use_cpu_optimizer():
-        for flat in _flat_weights(engine, model):
+        for flat in _get_flat_weights(engine, model):
             flat.data = flat.data.to(_CPU)
         move_optimizer_state(engine.basic_optimizer, _CPU)
     if torch.cuda.is_available():
@@ -72,37 +74,37 @@ def offload_model(engine: Engine, model: nn.Module, *, with_optimizer: bool) -> 
 
 def onload_model(engine: Engine, model: nn.Module, device: torch.device) -> None:
     """Move back what `offload_model` moved."""
-    stage = _stage(engine)
-    has_optimizer = learns(engine)
-    if has_optimizer and stage > 0 and not _offloads_parameters(engine):
+    stage = _get_stage(engine)
+    has_optimizer = is_trained(engine)
+    if has_optimizer and stage > 0 and not _is_offloading_parameters(engine):
         engine.reload_states()
-    if not _offloads_parameters(engine):
+    if not _is_offloading_parameters(engine):
         _move_rest(model, device)
     if has_optimizer and not engine.zero_use_cpu_optimizer():
-        for flat in _flat_weights(engine, model):
+        for flat in _get_flat_weights(engine, model):
             flat.data = flat.data.to(device)
         move_optimizer_state(engine.basic_optimizer, device)
 
 
 def _move_rest(model: nn.Module, device: torch.device) -> None:
-    """Move parameters that the engine does not: without an optimizer none of them, frozen ones of stages 1 and 2."""
+    """Move parameters that the engine does not move: all without an optimizer, frozen ones of stages 1 and 2."""
     for parameter in model.parameters():
-        held = held_by_rank(parameter)
+        held = get_local_tensor(parameter)
         held.data = held.data.to(device)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
 
 
-def _flat_weights(engine: Engine, model: nn.Module) -> Iterator[torch.Tensor]:
-    flats = (flat_weights_of(engine, parameter) for parameter in model.parameters() if parameter.requires_grad)
+def _get_flat_weights(engine: Engine, model: nn.Module) -> Iterator[torch.Tensor]:
+    flats = (get_flat_weights(engine, parameter) for parameter in model.parameters() if parameter.requires_grad)
     yield from {id(flat): flat for flat in flats}.values()
 
 
-def _stage(engine: Engine) -> int:
+def _get_stage(engine: Engine) -> int:
     return 0 if engine is None else engine.zero_optimization_stage()
 
 
-def _offloads_parameters(engine: Engine) -> bool:
-    """Return whether parameters rest in host memory anyway."""
+def _is_offloading_parameters(engine: Engine) -> bool:
+    """Return whether parameters are kept in host memory anyway."""
     offload = None if engine is None else engine.zero_offload_param()
     return offload is not None and offload.device != OffloadDeviceEnum.none

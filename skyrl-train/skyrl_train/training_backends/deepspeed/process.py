@@ -1,6 +1,6 @@
-"""State that DeepSpeed keeps in a process: its device, its copy of the process group, and its version.
+"""Process-wide state of DeepSpeed: its device, its copy of the process group, and its version.
 
-Importing this module imports DeepSpeed, which decides at that moment which device it computes on (DS_ACCELERATOR).
+Importing this module imports DeepSpeed, which selects its device at that moment (DS_ACCELERATOR).
 """
 
 import os
@@ -31,14 +31,14 @@ _FEATURES = {
         "is_invalid_grad_norm",
     ): "stages 1 to 3 take a gradient that is not finite for one of norm 1, and step on it",
 }
-"""Names in DeepSpeed's modules whose absence means wrong numbers, and which."""
+"""Names in DeepSpeed's modules whose absence indicates a bug that gives wrong numbers -> the bug."""
 
 
 def check_version() -> None:
-    """Refuse a DeepSpeed with faults that change what is learnt.
+    """Reject DeepSpeed releases with bugs that change training results.
 
     Raises:
-        ConfigError: names the fault.
+        ConfigError: names the bug.
     """
     for (module, name), fault in _FEATURES.items():
         if not hasattr(module, name):
@@ -49,7 +49,7 @@ def check_version() -> None:
 
 
 def join_deepspeed(device: torch.device, timeout_seconds: float) -> None:
-    """Let DeepSpeed use the default process group of this process. A collective.
+    """Initialize DeepSpeed with the default process group of this process. A collective.
 
     Raises:
         ConfigError: DeepSpeed was imported for another device.
@@ -67,23 +67,23 @@ def join_deepspeed(device: torch.device, timeout_seconds: float) -> None:
     warnings.filterwarnings("ignore", r".torch\.distributed\.\w+_tensor. is deprecated", FutureWarning)
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     if device.type == "cpu":
-        # Collectives through shared memory would be compiled now, for minutes; gloo does without. (Nobody else asks
-        # for the table on a CPU, and filling it runs the compiler.)
+        # Collectives through shared memory would be compiled now, which takes minutes; gloo does not need them.
+        # (Nothing else reads the table on a CPU, and filling it runs the compiler.)
         setattr(deepspeed.ops, "__compatible_ops__", {})  # noqa: B010  a name that only its __getattr__ knows
     if deepspeed_comm.cdb is None or not _is_current(groups._WORLD_GROUP):
         _forget_groups()
-        # DeepSpeed would make a copy of the default group with a deadline of its own.
+        # DeepSpeed would otherwise copy the default group with a timeout of its own.
         groups._WORLD_GROUP = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
         deepspeed_comm.init_distributed(accelerator.communication_backend_name())
 
 
 def _is_current(group: object) -> bool:
-    """Return whether a process group belongs to the default group that exists now."""
+    """Return whether a process group belongs to the current default group."""
     return group is not None and group in dist.distributed_c10d._world.pg_map
 
 
 def _forget_groups() -> None:
-    """Forget what belongs to a default group that was destroyed since (tests do that)."""
+    """Forget groups of a default group that was destroyed (in tests)."""
     deepspeed_comm.cdb = None
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     groups._ALL_TO_ALL_GROUP = {}

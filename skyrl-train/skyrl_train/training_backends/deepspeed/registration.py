@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     ),
 )
 def deepspeed(*args: Any) -> "DeepSpeedBackend":
-    """Make this rank's backend. Arguments: those of `TrainingBackend`."""
-    # DeepSpeed decides at its import which device it computes on, and would take any GPU that it sees.
+    """Build this rank's backend. Arguments: as for `TrainingBackend`."""
+    # DeepSpeed selects its device at import, and would take any visible GPU.
     os.environ.setdefault("DS_ACCELERATOR", args[0].trainer.placement.resolved_device())
     from skyrl_train.training_backends.deepspeed.backend import DeepSpeedBackend
 

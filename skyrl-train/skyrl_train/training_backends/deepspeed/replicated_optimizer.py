@@ -1,4 +1,4 @@
-"""AdamW of stage 0, whose gradients DeepSpeed averages and neither clips nor looks at."""
+"""AdamW for stage 0, in which DeepSpeed averages gradients but neither clips nor checks them."""
 
 import math
 from typing import Any
@@ -7,10 +7,10 @@ import torch
 
 
 class ReplicatedAdamW(torch.optim.AdamW):
-    """AdamW that clips the gradient by its global norm and drops one that is not finite.
+    """AdamW that clips the gradient by its global norm and skips non-finite gradients.
 
-    Every rank has the same weights and the same averaged gradient, so all come to the same decision.
-    `overflow` and `_global_grad_norm` are where DeepSpeed's engine looks after a step, as with its own optimizers.
+    Every rank has the same weights and the same averaged gradient, so all make the same decision. DeepSpeed's engine
+    reads `overflow` and `_global_grad_norm` after a step, as with its own optimizers.
     """
 
     max_norm: float = math.inf

@@ -1,21 +1,21 @@
-"""Weights and AdamW's moments of a DeepSpeed engine, whole in checkpoints and divided over ranks in memory."""
+"""Weights and AdamW moments of a DeepSpeed engine: gathered in checkpoints, sharded in memory."""
 
 from collections.abc import Iterator
 
 import torch
 
-from skyrl_train.distributed.zero_parameter import whole_shape
-from skyrl_train.models.build import trained_parameters
+from skyrl_train.distributed.zero_parameter import get_whole_shape
+from skyrl_train.models.build import iter_trained_parameters
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.training_backends.checkpoint import StateFiles
 from skyrl_train.training_backends.deepspeed.partitions import (
     MOMENTS,
     Engine,
-    flat_weights_of,
+    find_part_in_optimizer,
     free_gathered_parameters,
     gather_from_parts,
-    part_in_optimizer,
+    get_flat_weights,
     write_parameter,
 )
 
@@ -23,11 +23,11 @@ from skyrl_train.training_backends.deepspeed.partitions import (
 def gather_training_state(
     engine: Engine, model: ScoringModel | ValueModel, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what `TrainingBackend.training_state` does. A collective."""
-    for name, parameter in trained_parameters(model):
-        flat, part = flat_weights_of(engine, parameter), part_in_optimizer(engine, parameter)
+    """Implement `TrainingBackend.training_state`. A collective."""
+    for name, parameter in iter_trained_parameters(model):
+        flat, part = get_flat_weights(engine, parameter), find_part_in_optimizer(engine, parameter)
         yield name, gather_from_parts(flat.detach(), part, parameter, device)
-        # Every rank has stepped, or none has.
+        # Either all ranks have stepped, or none.
         if state := engine.basic_optimizer.state.get(flat):
             for moment in MOMENTS:
                 yield f"{name}/{moment}", gather_from_parts(state[moment], part, parameter, device)
@@ -36,33 +36,33 @@ def gather_training_state(
 
 @torch.no_grad()
 def load_training_state(engine: Engine, model: ScoringModel | ValueModel, files: StateFiles) -> None:
-    """Replace weights and moments by those of a checkpoint, of which each rank takes its part.
+    """Load this rank's shard of the weights and moments of a checkpoint.
 
-    A flat tensor counts one number of steps: the largest of its parameters. (Under FSDP2 a parameter without a gradient
-    in its first steps counts fewer.)
+    A flat tensor has a single step count: the largest of its parameters. (Under FSDP2 a parameter without a gradient in
+    its first steps counts fewer.)
     """
     free_gathered_parameters(engine)
     states = engine.basic_optimizer.state
     steps: dict[torch.Tensor, torch.Tensor] = {}
-    for name, parameter in trained_parameters(model):
-        shape = whole_shape(parameter)
+    for name, parameter in iter_trained_parameters(model):
+        shape = get_whole_shape(parameter)
         write_parameter(engine, parameter, files.read(name, shape))
-        flat, part = flat_weights_of(engine, parameter), part_in_optimizer(engine, parameter)
+        flat, part = get_flat_weights(engine, parameter), find_part_in_optimizer(engine, parameter)
         if f"{name}/step" in files:
             step = files.read(f"{name}/step")
             steps[flat] = torch.maximum(steps.get(flat, step), step)
             if not states.get(flat):
-                states[flat] = _new_state(engine.basic_optimizer, flat)
+                states[flat] = _build_state(engine.basic_optimizer, flat)
             for moment in MOMENTS:
                 whole = files.read(f"{name}/{moment}", shape)
                 if part is not None:
-                    part.of(states[flat][moment]).copy_(part.of_whole(whole))
+                    part.get_from_flat(states[flat][moment]).copy_(part.get_from_whole(whole))
     for flat, step in steps.items():
         states[flat]["step"].copy_(step)
     for flat in set(states) - set(steps):
         del states[flat]
 
 
-def _new_state(optimizer: torch.optim.Optimizer, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    place = flat.device if optimizer.defaults["fused"] else "cpu"  # where torch's AdamW wants it
+def _build_state(optimizer: torch.optim.Optimizer, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    place = flat.device if optimizer.defaults["fused"] else "cpu"  # where torch's AdamW needs it
     return {"step": torch.zeros((), device=place), **{moment: torch.zeros_like(flat) for moment in MOMENTS}}

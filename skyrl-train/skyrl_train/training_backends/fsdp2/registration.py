@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     ),
 )
 def fsdp2(*args: Any) -> "FSDP2Backend":
-    """Make this rank's backend. Arguments: those of `TrainingBackend`."""
+    """Build this rank's backend. Arguments: as for `TrainingBackend`."""
     from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend
 
     return FSDP2Backend(*args)

@@ -16,38 +16,39 @@ from torch.distributed.tensor import DTensor
 
 from skyrl_train.config import FSDPConfig
 from skyrl_train.distributed.broadcast import broadcast_buffers
-from skyrl_train.distributed.sharded_tensor import copy_into, gather_full_tensor, rows_of
-from skyrl_train.models.build import transformer_of
+from skyrl_train.distributed.sharded_tensor import copy_into, gather_full_tensor, get_row_range
+from skyrl_train.models.build import get_transformer
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.models.weight_files import (
     WeightFiles,
-    modules_in_float32,
-    name_in_files,
-    planned_dtypes,
-    transformer_blocks,
+    find_float32_modules,
+    get_name_in_files,
+    get_transformer_blocks,
+    plan_dtypes,
 )
 
 
 def cast_frozen_parameters(model: ScoringModel | ValueModel, *, is_trained: bool) -> None:
-    """Cast what no optimizer changes to bfloat16, in place, but for what transformers keeps in float32 then: half the
-    memory of a reference model, or of a base under adapters. Mixed precision computes with these values anyway.
+    """Cast parameters that no optimizer changes to bfloat16, in place, except for those that transformers then keeps in
+    float32: half the memory of a reference model, or of a base model under adapters. Mixed precision computes with
+    these values anyway.
 
     Args:
         model: before sharding; also on the meta device.
-        is_trained: False for a model that is only evaluated, whose parameters all count as frozen.
+        is_trained: False for a model that is only evaluated: all its parameters count as frozen.
     """
-    planned = planned_dtypes(transformer_of(model), torch.bfloat16)
-    for name, parameter in transformer_of(model).named_parameters():
+    planned = plan_dtypes(get_transformer(model), torch.bfloat16)
+    for name, parameter in get_transformer(model).named_parameters():
         if not (is_trained and parameter.requires_grad):
-            parameter.data = parameter.data.to(planned(name_in_files(name)) or torch.bfloat16)
+            parameter.data = parameter.data.to(planned(get_name_in_files(name)) or torch.bfloat16)
 
 
 def shard_model(
     model: ScoringModel | ValueModel, mesh: DeviceMesh, config: FSDPConfig, *, bf16: bool
 ) -> ScoringModel | ValueModel:
     """Shard each transformer block and then the rest, in place. Trained parameters stay float32 masters; with `bf16`
-    they are cast for forward and backward, but for those that transformers keeps in float32 then, and gradients are
+    they are cast for forward and backward, except for those that transformers then keeps in float32, and gradients are
     reduced in float32.
 
     Args:
@@ -55,9 +56,10 @@ def shard_model(
             ranks) on the meta device, for `load_from_files` or `load_whole_state`.
 
     Raises:
-        ConfigError: with `bf16`, a parameter that stays float32 cannot be in a group without others that are cast.
+        ConfigError: with `bf16`, a parameter that stays float32 cannot be grouped separately from parameters that are
+            cast.
     """
-    # Inputs of blocks come from weights in bfloat16 already; some models hand on rotary angles in float32.
+    # Inputs of blocks come from bfloat16 weights already; some models pass rotary angles in float32.
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -68,42 +70,42 @@ def shard_model(
         offload_policy=offload,
         reshard_after_forward=config.reshard_after_forward,
     )
-    # One precision for all parameters of a group: these are groups of their own, made before those around them.
-    in_float32 = modules_in_float32(transformer_of(model), torch.bfloat16) if bf16 else []
-    for module, cast_inside in reversed(in_float32):  # those inside first
+    # Parameters of a group need one precision: these modules are separate groups, created before the surrounding ones.
+    in_float32 = find_float32_modules(get_transformer(model), torch.bfloat16) if bf16 else []
+    for module, cast_inside in reversed(in_float32):  # inner modules first
         for cast in cast_inside:
             if not isinstance(cast, FSDPModule):
-                cast.register_forward_hook(_copy_of_view)  # before FSDP's own, which looks for gradients in the output
+                cast.register_forward_hook(_copy_view)  # before FSDP's hook, which looks for gradients in the output
                 shard(cast, mp_policy=precision)
         shard(module, mp_policy=replace(precision, param_dtype=None))
-    for block in transformer_blocks(model):
+    for block in get_transformer_blocks(model):
         if not isinstance(block, FSDPModule):
             shard(block, mp_policy=precision)
-    # Only what leaves the model is float32: between its layers that would meet weights in bfloat16.
+    # Only model outputs are float32: between its layers that would be combined with bfloat16 weights.
     shard(model, mp_policy=replace(precision, output_dtype=torch.float32))
     return model
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the whole copies of parameters, and give the modules their parts again."""
+    """Free unsharded copies of parameters, and restore the shards in the modules."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def _copy_of_view(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Return the output, or a copy of a view, as of a linear layer with bias: FSDP2 loses gradients of a view if it is
-    changed in place."""
+def _copy_view(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return the output, or a copy if it is a view (such as of a linear layer with bias): FSDP2 loses gradients of a
+    view that is changed in place."""
     return output.clone() if isinstance(output, torch.Tensor) and output._base is not None else output
 
 
 def load_whole_state(model: nn.Module, whole: dict[str, Any], config: FSDPConfig, device: torch.device) -> None:
-    """Scatter a model that rank 0 holds whole to all ranks, parameter by parameter. A collective.
+    """Scatter an unsharded model of rank 0 to all ranks, parameter by parameter. A collective.
 
     Args:
         model: sharded; on ranks other than 0 it may still be on the meta device.
-        whole: the model's state dict on rank 0; what other ranks give is not looked at.
-        device: what the model computes on.
+        whole: the model's state dict on rank 0; ignored on other ranks.
+        device: device of the computation.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device="cpu" if config.cpu_offload else device)
@@ -112,9 +114,9 @@ def load_whole_state(model: nn.Module, whole: dict[str, Any], config: FSDPConfig
     broadcast_buffers(model, device)
 
 
-def values_beside_files(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return by name what is not on the meta device, for `load_from_files`: buffers, adapters, a critic's head. Before
-    sharding."""
+def get_non_file_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return by name all values not on the meta device, for `load_from_files`: buffers, adapters, a critic's head.
+    Before sharding."""
     named = chain(model.named_parameters(), model.named_buffers())
     return {name: tensor.detach() for name, tensor in named if not tensor.is_meta}
 
@@ -128,25 +130,25 @@ def load_from_files(
     config: FSDPConfig,
     device: torch.device,
 ) -> None:
-    """Read this rank's part of each parameter from files. A collective, for what is in no file.
+    """Read this rank's shard of each parameter from files. A collective, because values without files are broadcast.
 
     Args:
         model: sharded; it may still be on the meta device.
-        transformer: the model inside that the files are of.
-        values: of `values_beside_files`: those of rank 0 are taken.
-        device: what the model computes on.
+        transformer: the inner model that the files belong to.
+        values: from `get_non_file_values`; values of rank 0 are used.
+        device: device of the computation.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device="cpu" if config.cpu_offload else device)
     names = {id(parameter): name for name, parameter in transformer.named_parameters()}
     for name, parameter in model.named_parameters():
         if name in values:
-            whole = values[name].to(device, copy=True)  # one of a CPU may be the shard itself
+            whole = values[name].to(device, copy=True)  # on a CPU it may be the shard itself
             dist.broadcast(whole, src=0)
             copy_into(parameter, whole)
         else:
             shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            shard.copy_(files.read(names[id(parameter)], *rows_of(parameter)))
+            shard.copy_(files.read(names[id(parameter)], *get_row_range(parameter)))
     for name in [name for name, _ in model.named_buffers()]:
         module_name, _, buffer_name = name.rpartition(".")
         setattr(model.get_submodule(module_name), buffer_name, values[name])

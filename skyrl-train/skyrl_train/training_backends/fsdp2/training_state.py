@@ -1,11 +1,11 @@
-"""Weights and AdamW's moments of a sharded model, whole in checkpoints and divided over ranks in memory."""
+"""Weights and AdamW moments of a sharded model: gathered in checkpoints, sharded in memory."""
 
 from collections.abc import Iterator
 
 import torch
 
 from skyrl_train.distributed.sharded_tensor import copy_into, gather_full_tensor
-from skyrl_train.models.build import trained_parameters
+from skyrl_train.models.build import iter_trained_parameters
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.training_backends.checkpoint import StateFiles
@@ -16,10 +16,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def gather_training_state(
     model: ScoringModel | ValueModel, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what `TrainingBackend.training_state` does, of torch's AdamW. A collective."""
-    for name, parameter in trained_parameters(model):
+    """Implement `TrainingBackend.training_state` for torch's AdamW. A collective."""
+    for name, parameter in iter_trained_parameters(model):
         yield name, gather_full_tensor(parameter.detach())
-        # Without a gradient so far (an expert that no token reached, a run before its first step) there are no moments.
+        # Without a gradient so far (an expert without tokens, a run before its first step) there are no moments.
         if state := optimizer.state.get(parameter):
             for moment in _MOMENTS:
                 yield f"{name}/{moment}", gather_full_tensor(state[moment])
@@ -28,9 +28,9 @@ def gather_training_state(
 
 @torch.no_grad()
 def load_training_state(model: ScoringModel | ValueModel, optimizer: torch.optim.Optimizer, files: StateFiles) -> None:
-    """Replace weights and moments by those of a checkpoint, of which each rank takes its part."""
+    """Load this rank's shard of the weights and moments of a checkpoint."""
     optimizer.state.clear()
-    for name, parameter in trained_parameters(model):
+    for name, parameter in iter_trained_parameters(model):
         copy_into(parameter, files.read(name, parameter.shape))
         if f"{name}/step" in files:
             state = {"step": files.read(f"{name}/step").clone()}

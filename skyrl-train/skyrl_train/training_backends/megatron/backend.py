@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from skyrl_train.config.megatron import MegatronConfig, MegatronModelConfig
-from skyrl_train.models.build import transformer_of
+from skyrl_train.models.build import get_transformer
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.training_backends.base import (
     Gradient,
@@ -24,22 +24,31 @@ from skyrl_train.training_backends.base import (
     Scores,
     Step,
     TrainingBackend,
+    build_dummy,
     join_process_group,
     merge_metric_sums,
-    without_weight,
 )
 from skyrl_train.training_backends.checkpoint import StateFiles
-from skyrl_train.training_backends.megatron.certificate import certify
-from skyrl_train.training_backends.megatron.groups import make_groups
+from skyrl_train.training_backends.megatron.certificate import verify_model
+from skyrl_train.training_backends.megatron.groups import setup_groups
 from skyrl_train.training_backends.megatron.layout import ParallelSizes, check_world
-from skyrl_train.training_backends.megatron.loading import build_whole, from_first_rank, whole_weights
-from skyrl_train.training_backends.megatron.model import HiddenStatesModel, build_stage, stage_layers, word_shard
+from skyrl_train.training_backends.megatron.loading import build_whole, from_first_rank, get_whole_weights
+from skyrl_train.training_backends.megatron.model import (
+    HiddenStatesModel,
+    build_stage,
+    get_stage_layers,
+    get_word_shard,
+)
 from skyrl_train.training_backends.megatron.optimizer import StageOptimizer
 from skyrl_train.training_backends.megatron.pipeline import Part, Pipeline, from_last_stage
 from skyrl_train.training_backends.megatron.routers import StageRouters
-from skyrl_train.training_backends.megatron.settings import check_model_config, layout_of
+from skyrl_train.training_backends.megatron.settings import check_model_config, get_layout
 from skyrl_train.training_backends.megatron.training_state import gather_training_state, load_training_state
-from skyrl_train.training_backends.megatron.transformer_config import map_sizes, sparse_layers, transformer_config
+from skyrl_train.training_backends.megatron.transformer_config import (
+    build_transformer_config,
+    find_sparse_layers,
+    map_sizes,
+)
 from skyrl_train.training_backends.megatron.weight_map import Entry
 from skyrl_train.training_backends.megatron.weights import StageWeights
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
@@ -48,13 +57,13 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronBackend(TrainingBackend):
-    """A model whose layers, words and experts are divided over ranks, with megatron-core's distributed optimizer."""
+    """Model with layers, vocabulary and experts sharded over ranks, and megatron-core's distributed optimizer."""
 
     stage: HiddenStatesModel
     """Layers of this rank's pipeline stage."""
 
     optimizer: StageOptimizer
-    """Gradients and AdamW of a model that is trained."""
+    """Gradients and AdamW of a trained model."""
 
     @property
     def megatron(self) -> MegatronModelConfig:
@@ -63,15 +72,15 @@ class MegatronBackend(TrainingBackend):
 
     @property
     def trained_megatron(self) -> MegatronConfig:
-        """The section of a model that is trained."""
+        """The section of a trained model."""
         settings = self.megatron
         assert isinstance(settings, MegatronConfig), "the reference model is never trained"
         return settings
 
     @property
     def layout(self) -> ParallelSizes:
-        """Division of the model."""
-        return layout_of(self.megatron)
+        """Parallel layout of the model."""
+        return get_layout(self.megatron)
 
     def join(self, info: RankInfo) -> None:
         self.device = torch.device(info.device)
@@ -82,13 +91,13 @@ class MegatronBackend(TrainingBackend):
 
             cpu_stand_in.install()
         else:
-            # Kernels of communication start in the order in which they are issued, which overlaps with tensor
-            # parallelism rely on. Read when the device is first used.
+            # Communication kernels start in the order in which they are issued, as overlap with tensor parallelism
+            # requires. Read when the device is first used.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         # Workers of a replica are consecutive; megatron-core numbers ranks in another order. Rank 0 is the same.
-        group_rank = layout.group_rank(info.rank, info.world_size)
+        group_rank = layout.get_group_rank(info.rank, info.world_size)
         join_process_group(replace(info, rank=group_rank), timeout)
-        make_groups(layout, timeout / 60, self.cfg.trainer.seed)
+        setup_groups(layout, timeout / 60, self.cfg.trainer.seed)
         self.parallel = ParallelInfo(
             rank=info.rank,
             world_size=info.world_size,
@@ -99,13 +108,13 @@ class MegatronBackend(TrainingBackend):
     # ---- loading
 
     def load_model(self) -> None:
-        """Build this rank's part, deal it the weights that rank 0 reads, and certify them."""
+        """Build this rank's part, distribute the weights read by rank 0, and verify them."""
         torch.manual_seed(self.cfg.trainer.seed)
         model = build_whole(self.cfg, self.name, self._path, with_weights=False)
-        self._transformer = transformer_of(model)
+        self._transformer = get_transformer(model)
         config, layout = self._transformer.config, self.layout
         check_model_config(config, self.settings, f"trainer.{self.name}")
-        self.config = transformer_config(
+        self.config = build_transformer_config(
             config,
             layout,
             self.megatron.transformer_config_kwargs,
@@ -115,7 +124,7 @@ class MegatronBackend(TrainingBackend):
             recompute=self.is_trained and self.cfg.trainer.gradient_checkpointing,
         )
         is_critic = isinstance(model, ValueModel)
-        with self._as_on_a_gpu():
+        with self._emulate_gpu():
             embeddings: Any = self._transformer.get_input_embeddings()
             self.stage = build_stage(
                 self.config, config, layout, self.device, padding_id=embeddings.padding_idx, is_critic=is_critic
@@ -134,39 +143,41 @@ class MegatronBackend(TrainingBackend):
             self.stage,
             self.config,
             map_sizes(config, layout, model.head_name if is_critic else None),
-            {name: weight.shape for name, weight in whole_weights(model).items()},
+            {name: weight.shape for name, weight in get_whole_weights(model).items()},
             has_frozen_routers=self.is_trained and self.trained_megatron.freeze_moe_router,
         )
-        self.pipeline = self._make_pipeline(config)
+        self.pipeline = self._build_pipeline(config)
         self._load_weights(self._path)
 
     @property
     def _path(self) -> str:
         return self.settings.model.path or ""
 
-    def _make_pipeline(self, config: Any) -> Pipeline:
-        """Make what runs micro-batches. Args: `config`, of the transformers model."""
-        layers, routers = sorted(sparse_layers(config)), None
+    def _build_pipeline(self, config: Any) -> Pipeline:
+        """Build the pipeline that runs micro-batches. Args: `config`, of the transformers model."""
+        layers, routers = sorted(find_sparse_layers(config)), None
         if layers:
-            first_layer, _ = stage_layers(self.config)
+            first_layer, _ = get_stage_layers(self.config)
             routers = StageRouters(self.stage, layers, first_layer, config.num_experts_per_tok, config.num_experts)
         decoder: Any = self._transformer.get_decoder()
         return Pipeline(
             self.optimizer.model if self.is_trained else self.stage,
             self.stage,
             type(decoder.rotary_emb)(config).to(self.device),
-            word_shard(config, self.layout),
+            get_word_shard(config, self.layout),
             routers=routers,
             chunk_size=self.cfg.trainer.logprobs_chunk_size,
             device=self.device,
         )
 
     def _load_weights(self, path: str) -> None:
-        """Deal the weights of a model to all ranks, from rank 0 which reads them, and certify them. A collective."""
+        """Distribute the weights of a model from rank 0, which reads them, to all ranks, and verify them. A
+        collective.
+        """
         whole = build_whole(self.cfg, self.name, path, with_weights=True) if self.parallel.rank == 0 else None
-        weights = None if whole is None else whole_weights(whole)
-        self.weights.deal(from_first_rank(weights, self.weights.shapes, self.device), self._write)
-        line = certify(
+        weights = None if whole is None else get_whole_weights(whole)
+        self.weights.scatter(from_first_rank(weights, self.weights.shapes, self.device), self._write)
+        line = verify_model(
             path,
             whole,
             self.gather_parameters(),
@@ -185,13 +196,13 @@ class MegatronBackend(TrainingBackend):
         else:
             parameter.copy_(part)
 
-    def _as_on_a_gpu(self) -> AbstractContextManager[None]:
-        """Let megatron-core take tensors of a CPU for those of a GPU while it builds model and optimizer."""
+    def _emulate_gpu(self) -> AbstractContextManager[None]:
+        """Make megatron-core treat CPU tensors as GPU tensors while it builds model and optimizer."""
         if self.device.type != "cpu":
             return nullcontext()
         from skyrl_train.training_backends.megatron import cpu_stand_in
 
-        return cpu_stand_in.tensors_as_on_a_gpu()
+        return cpu_stand_in.emulate_gpu_tensors()
 
     @property
     def transformer(self) -> PreTrainedModel:
@@ -201,7 +212,7 @@ class MegatronBackend(TrainingBackend):
 
     @property
     def _temperature(self) -> float:
-        """The policy's, whichever model this is."""
+        """Sampling temperature of the policy, for all models."""
         return self.cfg.generator.sampling_params.temperature
 
     def score_each(
@@ -216,9 +227,9 @@ class MegatronBackend(TrainingBackend):
         parts: list[Part] = []
         for each in micro_batches:
             micro = batch.rows(torch.tensor(each.rows))
-            parts.append((without_weight(micro), False) if each.is_dummy else (micro, True))
+            parts.append((build_dummy(micro), False) if each.is_dummy else (micro, True))
         found = self.pipeline.forward_backward(parts, self._temperature, objective, self.parallel.data_parallel_size)
-        # Only the last stage has scores; the others get them from it, since any rank of a replica may be asked.
+        # Only the last stage has scores; it sends them to the others, since any rank of a replica may be asked.
         scores = [(each.scores.output.cpu(), each.scores.entropy) for each in found]
         sums, scored = from_last_stage((merge_metric_sums(each.sums for each in found), scores))
         outputs = torch.zeros(len(batch), batch.metadata["response_length"])
@@ -229,7 +240,7 @@ class MegatronBackend(TrainingBackend):
                 outputs[rows] = output
                 if entropies is not None and entropy is not None:
                     entropies[rows] = entropy
-        router = None if self.pipeline.routers is None else self.pipeline.routers.take()
+        router = None if self.pipeline.routers is None else self.pipeline.routers.reset_statistics()
         return Gradient(sums, outputs, router, entropies)
 
     def prompt_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -239,8 +250,8 @@ class MegatronBackend(TrainingBackend):
         return self.pipeline.forward([micro], 1.0)[0].output
 
     def score(self, micro_batch: TrainingInputBatch, *, with_entropy: bool = False) -> Scores:
-        """Score a micro-batch of a model in one pipeline stage; several stages work by `forward` and
-        `forward_backward` alone."""
+        """Score a micro-batch of a model in one pipeline stage; several stages support only `forward` and
+        `forward_backward`."""
         if self.layout.pipeline > 1:
             raise RuntimeError("score() needs pipeline_model_parallel_size=1: use forward() or forward_backward()")
         return self.pipeline.score(micro_batch, self._temperature, with_entropy=with_entropy)
@@ -252,7 +263,7 @@ class MegatronBackend(TrainingBackend):
     def optimizer_step(self) -> Step:
         rate = self.schedule.rate
         norm = self.optimizer.step(rate)
-        self.schedule.advance()
+        self.schedule.step()
         if self.device.type == "cuda" and self.trained_megatron.empty_cuda_cache:
             torch.cuda.empty_cache()
         return Step(norm, rate, is_skipped=not math.isfinite(norm))
@@ -277,14 +288,14 @@ class MegatronBackend(TrainingBackend):
     # ---- whole parameters, files
 
     def gather_parameters(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
-        def of(parameter: nn.Parameter) -> torch.Tensor:
-            # The model computes with the float32 weights rounded to its dtype: no rank need be asked for these.
-            return parameter.detach() if parameter.dtype == dtype else self._whole_shard(parameter).to(dtype)
+        def get_values(parameter: nn.Parameter) -> torch.Tensor:
+            # The model computes with the float32 weights rounded to its dtype, so they need no communication.
+            return parameter.detach() if parameter.dtype == dtype else self._gather_shard(parameter).to(dtype)
 
-        return self.weights.gather(of, dtype=dtype)
+        return self.weights.gather(get_values, dtype=dtype)
 
-    def _whole_shard(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return a weight of this rank in float32. A collective of its data-parallel ranks."""
+    def _gather_shard(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Gather a weight of this rank in float32. A collective of its data-parallel ranks."""
         if self.is_trained and parameter.requires_grad and parameter.dtype != torch.float32:
             return self.optimizer.shards.gather(parameter, "weight")
         return parameter.detach().float()
@@ -293,7 +304,7 @@ class MegatronBackend(TrainingBackend):
         self._load_weights(folder)
 
     def training_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return gather_training_state(self.weights, self.optimizer.shards, self._whole_shard)
+        return gather_training_state(self.weights, self.optimizer.shards, self._gather_shard)
 
     def load_training_state(self, files: StateFiles) -> None:
         load_training_state(self.weights, self.optimizer.shards, files)

@@ -1,8 +1,7 @@
-"""Certificate that a divided model is the transformers model: its weights, gathered again, are equal to the bit, and
-its scores (log-probs, or a critic's values) agree.
+"""Verification that a sharded model matches the transformers model: gathered weights must be bit-exact, and scores
+(log-probs, or a critic's values) must agree.
 
-Computed once, when a model is loaded, and printed in one line of the log. A wrong one is an error that names the
-weight.
+Computed once, when a model is loaded, and logged in one line. A mismatch is an error that names the weight.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,20 +11,19 @@ import torch
 import torch.distributed as dist
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.build import transformer_of
+from skyrl_train.models.build import get_transformer
 from skyrl_train.models.value_model import ValueModel
-from skyrl_train.training_backends.megatron.loading import WholeModel, whole_weights
+from skyrl_train.training_backends.megatron.loading import WholeModel, get_whole_weights
 from skyrl_train.training_batch import TrainingInputBatch
 
 LENGTHS = ((4, 6), (1, 3), (5, 1))
-"""Prompt and response tokens of the rows whose scores are compared: ragged, so that a row that sees its neighbour
-shows."""
+"""Prompt and response tokens of the compared rows: ragged, so that attention across rows is detected."""
 
 TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 0.3}
-"""Largest difference of scores by the dtype that the divided model computes in: absolute up to 1, relative above."""
+"""Largest accepted difference of scores by compute dtype: absolute up to 1, relative above."""
 
 
-def certify(
+def verify_model(
     path: str,
     whole: WholeModel | None,
     gathered: Iterable[tuple[str, torch.Tensor]],
@@ -35,14 +33,14 @@ def certify(
     held: torch.dtype,
     computed: torch.dtype,
 ) -> str:
-    """Compare a divided model with the whole one of rank 0. A collective.
+    """Compare a sharded model with the unsharded one of rank 0. A collective.
 
     Args:
-        path: of the model, for errors.
+        path: path of the model, for errors.
         whole: on rank 0; None elsewhere.
-        gathered: weights of the divided model.
+        gathered: weights of the sharded model.
         score: scores of the response tokens of a micro-batch.
-        held, computed: dtypes in which weights are held, and in which the model computes.
+        held, computed: dtypes of the stored weights and of the computation.
 
     Returns:
         a line for the log.
@@ -50,32 +48,32 @@ def certify(
     Raises:
         ConfigError: the models differ; the same error on every rank.
     """
-    number, problem = check_weights(gathered, None if whole is None else whole_weights(whole), held)
-    sequences, mask, num_response = trial(num_words)
+    number, problem = check_weights(gathered, None if whole is None else get_whole_weights(whole), held)
+    sequences, mask, num_response = build_trial(num_words)
     batch = TrainingInputBatch(sequences=sequences, attention_mask=mask, metadata={"response_length": num_response})
     got = score(batch)
     difference = 0.0
     if whole is not None:
-        expected = expected_scores(whole)
+        expected = compute_expected_scores(whole)
         difference = float(((got - expected).abs() / expected.abs().clamp(min=1)).max())
-    # Rank 0 has compared: the others learn what it found, or they would train on while it stops.
+    # Broadcast rank 0's result, or the others would continue training while it stops.
     found = [(number, problem, difference, "values" if isinstance(whole, ValueModel) else "log-probs")]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(found, 0)
-    return verdict(*found[0], computed, path)
+    return report_verification(*found[0], computed, path)
 
 
 def check_weights(
     gathered: Iterable[tuple[str, torch.Tensor]], original: Mapping[str, torch.Tensor] | None, dtype: torch.dtype
 ) -> tuple[int, str | None]:
-    """Compare gathered weights with those of the transformers model. Walks over all, as gathering is a collective.
+    """Compare gathered weights with the transformers model. Always consumes the iterator, as gathering is a collective.
 
     Args:
         original: on rank 0; None elsewhere, where nothing is compared.
-        dtype: in which weights are held.
+        dtype: dtype of the stored weights.
 
     Returns:
-        number of weights, and the first that differs, in words.
+        number of weights, and a description of the first that differs.
     """
     problem = None
     names = set()
@@ -87,7 +85,7 @@ def check_weights(
             problem = f"{name} is no weight of the transformers model"
             continue
         expected = original[name].to(dtype).float()
-        problem = _difference(name, expected, tensor.cpu().float())
+        problem = _describe_difference(name, expected, tensor.cpu().float())
     if original is not None and problem is None:
         lost = [name for name in original if name not in names]
         if lost:
@@ -95,7 +93,7 @@ def check_weights(
     return len(names), problem
 
 
-def _difference(name: str, expected: torch.Tensor, got: torch.Tensor) -> str | None:
+def _describe_difference(name: str, expected: torch.Tensor, got: torch.Tensor) -> str | None:
     if expected.shape != got.shape:
         return f"{name} has the shape {tuple(got.shape)}, not {tuple(expected.shape)}"
     wrong = int((expected != got).sum())
@@ -104,8 +102,8 @@ def _difference(name: str, expected: torch.Tensor, got: torch.Tensor) -> str | N
     return None
 
 
-def trial(num_words: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Make random sequences [B, T] and their mask, padded like a training batch, and R."""
+def build_trial(num_words: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Build random sequences [B, T], their mask, padded like a training batch, and R."""
     num_prompt, num_response = (max(lengths) for lengths in zip(*LENGTHS, strict=True))
     draw = torch.Generator().manual_seed(0)
     sequences = torch.randint(num_words, (len(LENGTHS), num_prompt + num_response), generator=draw)
@@ -115,12 +113,11 @@ def trial(num_words: int) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 @torch.no_grad()
-def expected_scores(model: WholeModel) -> torch.Tensor:
-    """Score the trial by a transformers model's own forward with attention written out, each row alone: [B, R], 0 at
-    padding."""
-    transformer: Any = transformer_of(model)
+def compute_expected_scores(model: WholeModel) -> torch.Tensor:
+    """Score the trial with a transformers model's own forward and eager attention, row by row: [B, R], 0 at padding."""
+    transformer: Any = get_transformer(model)
     transformer.set_attn_implementation("eager")
-    sequences, mask, num_response = trial(transformer.config.vocab_size)
+    sequences, mask, num_response = build_trial(transformer.config.vocab_size)
     expected = torch.zeros(len(sequences), num_response)
     for row, (num_prompt, length) in enumerate(LENGTHS):
         ids = sequences[row][mask[row].bool()]
@@ -134,14 +131,14 @@ def expected_scores(model: WholeModel) -> torch.Tensor:
     return expected
 
 
-def verdict(
+def report_verification(
     num_weights: int, problem: str | None, difference: float, scores: str, dtype: torch.dtype, path: str
 ) -> str:
-    """Return the line of the log, or raise ConfigError.
+    """Return the log line, or raise ConfigError.
 
     Args:
-        problem: of the weights; None: they are equal.
-        difference: largest of the scores.
+        problem: problem of the weights; None: they are equal.
+        difference: largest difference of scores.
         scores: their name.
     """
     tolerance = TOLERANCE[dtype]

@@ -1,8 +1,8 @@
-"""Stand-in for `torch.cuda` inside of megatron-core, so that its parallel layers, schedules and optimizer run on a CPU.
+"""Emulation of `torch.cuda` inside megatron-core, so that its parallel layers, schedules and optimizer run on a CPU.
 
-Imported on a CPU only. It changes the modules of megatron-core and nothing else: each gets, in place of its global
-`torch`, a view of torch whose `cuda` answers for the CPU and whose factories make tensors there. Optimizers compare
-names of tensor types: these are translated while models and optimizers are built (`tensors_as_on_a_gpu`).
+Imported on a CPU only. It modifies only modules of megatron-core: each gets, instead of its global `torch`, a proxy
+whose `cuda` maps to the CPU and whose factories create CPU tensors. Optimizers compare names of tensor types: these are
+translated while models and optimizers are built (`emulate_gpu_tensors`).
 """
 
 import sys
@@ -45,7 +45,7 @@ class _Stream:
 
 
 class _Cuda(types.ModuleType):
-    """View of `torch.cuda` on a machine whose device is the CPU."""
+    """Proxy of `torch.cuda` that maps to the CPU."""
 
     Stream = Event = _Stream
 
@@ -71,7 +71,7 @@ class _Cuda(types.ModuleType):
 
 
 class _Torch(types.ModuleType):
-    """View of torch whose factories take the device "cuda" for the CPU."""
+    """Proxy of torch whose factories map the device "cuda" to the CPU."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(torch, name)
@@ -92,7 +92,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def install() -> None:
-    """Give every loaded module of megatron-core the stand-in. Modules that are imported later do not have it."""
+    """Install the proxy in every loaded module of megatron-core. Later imports are not covered."""
     view = _Torch("torch")
     vars(view)["cuda"] = _Cuda("torch.cuda")
     for name, module in list(sys.modules.items()):
@@ -105,29 +105,27 @@ def install() -> None:
             plain = getattr(value, "_torchdynamo_orig_callable", None)
             if plain is not None:
                 setattr(module, key, plain)
-    # Numbers of tokens that experts are sent are copied from the device to lists of the host; here they are on the
-    # host.
-    token_dispatcher.maybe_move_tensor_to_cpu = _as_on_the_host
-    # Recomputation saves and restores the device's random state; nothing here draws from one.
+    # Token counts of experts are copied from the device to host lists; here they are on the host already.
+    token_dispatcher.maybe_move_tensor_to_cpu = _copy_to_host
+    # Recomputation saves and restores the device's random state; nothing here draws from it.
     parallel_random._get_cuda_rng_state = lambda *_args, **_options: torch.empty(0, dtype=torch.uint8)
     parallel_random._set_cuda_rng_state = lambda *_args, **_options: None
 
 
-def _as_on_the_host(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _copy_to_host(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return value.numpy() if as_numpy and torch.is_tensor(value) else value
 
 
 @contextmanager
-def tensors_as_on_a_gpu() -> Iterator[None]:
-    """Let tensors of the CPU name their types as those of a GPU ("torch.cuda.FloatTensor"), and be moved to one in
-    vain."""
+def emulate_gpu_tensors() -> Iterator[None]:
+    """Make CPU tensors report GPU type names ("torch.cuda.FloatTensor"), and ignore moves to a GPU."""
     type_of, cuda = torch.Tensor.type, torch.Tensor.cuda
 
-    def named(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def get_type_name(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         answer = type_of(tensor, *args, **options)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
-    torch.Tensor.type = named  # type: ignore[method-assign]
+    torch.Tensor.type = get_type_name  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda tensor, *_args, **_options: tensor  # type: ignore[method-assign, assignment]
     try:
         yield

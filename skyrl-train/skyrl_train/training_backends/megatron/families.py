@@ -1,6 +1,6 @@
-"""Model families whose weights are mapped, and the properties of a model that the Megatron backend does not compute.
+"""Model families with a weight map, and model features that the Megatron backend does not support.
 
-Imports neither torch nor megatron-core: a model is refused before any process starts.
+Imports neither torch nor megatron-core: a model is rejected before any process starts.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from skyrl_train.errors import ConfigError
 
 @dataclass(frozen=True)
 class Family:
-    """Parts that models of a `model_type` have."""
+    """Features of models of a `model_type`."""
 
     qkv_bias: bool = False
-    """Biases of the products that make queries, keys and values."""
+    """Biases of the query, key and value projections."""
 
     qk_norms: bool = False
     """Norms of queries and keys."""
@@ -30,11 +30,11 @@ FAMILIES = {
 }
 
 
-def family_of(config: Any) -> Family:
+def get_family(config: Any) -> Family:
     """Return the family of a transformers config.
 
     Raises:
-        ConfigError: its weights are not mapped, or it has a part that would be left out.
+        ConfigError: it has no weight map, or an unsupported feature that would be ignored.
     """
     kind = getattr(config, "model_type", None)
     advice = "use trainer.strategy=fsdp2"

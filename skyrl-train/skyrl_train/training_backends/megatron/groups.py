@@ -1,4 +1,4 @@
-"""Process groups of a layout, as megatron-core makes them: they are global to a process."""
+"""Process groups of a layout, created by megatron-core. They are global to a process."""
 
 from typing import Any
 
@@ -9,11 +9,12 @@ from megatron.core import parallel_state, tensor_parallel
 from skyrl_train.training_backends.megatron.layout import ParallelSizes
 
 _groups: tuple[object, ParallelSizes] | None = None
-"""The default process group and the layout that megatron-core's groups were made for: they are global to a process."""
+"""The default process group and the layout for which megatron-core's groups were created."""
 
 
-def make_groups(layout: ParallelSizes, timeout_minutes: float, seed: int) -> None:
-    """Make the process groups of a layout. A collective. Models of one process share them, so they share a layout.
+def setup_groups(layout: ParallelSizes, timeout_minutes: float, seed: int) -> None:
+    """Create the process groups of a layout. A collective. Models in one process share them, so they must share a
+    layout.
 
     Raises:
         RuntimeError: this process holds a model with another layout.
@@ -27,7 +28,7 @@ def make_groups(layout: ParallelSizes, timeout_minutes: float, seed: int) -> Non
             raise RuntimeError(
                 f"models of one process have one layout: this one has {_groups[1]}, another asks for {layout}"
             )
-        parallel_state.destroy_model_parallel()  # the groups of a default group that is gone
+        parallel_state.destroy_model_parallel()  # groups of a destroyed default group
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -38,36 +39,36 @@ def make_groups(layout: ParallelSizes, timeout_minutes: float, seed: int) -> Non
         distributed_timeout_minutes=max(1, round(timeout_minutes)),
     )
     _groups = (default, layout)
-    # No weight is drawn and nothing is dropped at random; layers ask for the generators nevertheless.
+    # No weight is drawn and dropout is off; layers request the generators nevertheless.
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     if torch.cuda.is_available():
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def tensor_group() -> dist.ProcessGroup:
-    """Return the ranks that divide the dense layers of a stage."""
+def get_tensor_group() -> dist.ProcessGroup:
+    """Return the group of ranks that shard the dense layers of a stage."""
     return _group(parallel_state.get_tensor_model_parallel_group())
 
 
-def slice_of_rank(values: torch.Tensor) -> torch.Tensor:
-    """Return the values [n, ...] of the tokens between this rank's layers, out of [N, ...]: tensor-parallel ranks have
+def select_rank_slice(values: torch.Tensor) -> torch.Tensor:
+    """Return the values [n, ...] of this rank's tokens between layers, from [N, ...]: tensor-parallel ranks have
     consecutive slices."""
-    group = tensor_group()
+    group = get_tensor_group()
     return values.chunk(group.size())[group.rank()]
 
 
-def expert_group() -> dist.ProcessGroup:
-    """Return the ranks that divide the experts of a stage: in the order of experts, inside of it that of an expert's
-    parts."""
+def get_expert_group() -> dist.ProcessGroup:
+    """Return the group of ranks that shard the experts of a stage, ordered by expert rank and then by expert-tensor
+    rank."""
     return _group(parallel_state.get_expert_tensor_and_model_parallel_group())
 
 
-def stage_group() -> dist.ProcessGroup:
-    """Return the ranks of a replica that hold the stages, one of each."""
+def get_stage_group() -> dist.ProcessGroup:
+    """Return the group of ranks of a replica with one rank per stage."""
     return _group(parallel_state.get_pipeline_model_parallel_group())
 
 
 def _group(group: Any) -> dist.ProcessGroup:
-    """Narrow the type: megatron-core allows for lists of groups and for none."""
+    """Narrow the type: megatron-core's annotation also allows lists of groups and None."""
     assert isinstance(group, dist.ProcessGroup)
     return group

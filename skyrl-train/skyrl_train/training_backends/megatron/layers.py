@@ -1,8 +1,7 @@
-"""Layers of the model that megatron-core divides: its linear layers and experts, with a norm and an attention of our
-own.
+"""Layers of the model that megatron-core shards: its linear layers and experts, with custom norm and attention.
 
-The norm is marked for sequence parallelism, which the one of plain torch in megatron-core is not. The attention takes
-rows that lie end to end, on any device, and the rotary embedding of the transformers model, whatever its scaling.
+The norm is marked for sequence parallelism, unlike the plain torch norm in megatron-core. The attention supports packed
+rows, on any device, and the rotary embedding of the transformers model with any scaling.
 
 Shapes: N tokens, D size of a head.
 """
@@ -33,7 +32,7 @@ from skyrl_train.models.routing_replay import RoutingPass
 
 @dataclass
 class RowsInfo(PackedSeqParams):
-    """Lengths, rotary embedding and expert routes of the rows of a micro-batch, which every layer is handed."""
+    """Lengths, rotary embedding and expert routes of the rows of a micro-batch, passed to every layer."""
 
     rows: PackedRows | None = None
     cos: torch.Tensor | None = None
@@ -41,7 +40,7 @@ class RowsInfo(PackedSeqParams):
 
     sin: torch.Tensor | None = None
     routing: RoutingPass | None = None
-    """Routes that are replayed or recorded; None: the routers choose."""
+    """Replayed or recorded routes; None: the routers choose."""
 
 
 class RMSNorm(nn.Module):
@@ -51,7 +50,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Under sequence parallelism a rank sees its tokens only: gradients of marked weights are summed over ranks.
+        # Under sequence parallelism a rank sees only its tokens: gradients of marked weights are summed over ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -62,7 +61,7 @@ class RMSNorm(nn.Module):
 
 
 class PackedAttention(nn.Module):
-    """Causal attention among the tokens of each of several rows that lie end to end, over this rank's heads."""
+    """Causal attention over packed rows, over this rank's heads."""
 
     is_causal = True
 
@@ -80,7 +79,7 @@ class PackedAttention(nn.Module):
         packed_seq_params: RowsInfo,
         **_options: Any,
     ) -> torch.Tensor:
-        """[N, heads, D] each -> [N, heads D]."""
+        """Compute attention, [N, heads, D] each -> [N, heads D]."""
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         assert packed_seq_params.cos is not None and packed_seq_params.sin is not None
         q, k = apply_rotary_pos_emb(q, k, packed_seq_params.cos, packed_seq_params.sin)
@@ -88,23 +87,23 @@ class PackedAttention(nn.Module):
         return answer[0].flatten(1)
 
 
-def block_spec(config: TransformerConfig, first_layer: int, num_layers: int) -> TransformerBlockSubmodules:
-    """Describe the layers of one pipeline stage, the norm after the last one included.
+def build_block_spec(config: TransformerConfig, first_layer: int, num_layers: int) -> TransformerBlockSubmodules:
+    """Build the specification of the layers of one pipeline stage, including the norm after the last one.
 
     Args:
         first_layer: number of the stage's first layer in the model.
     """
     frequency = config.moe_layer_freq
     sparse = frequency if isinstance(frequency, list) else [int(config.num_moe_experts is not None)] * config.num_layers
-    specs = [_layer_spec(config, bool(sparse[layer])) for layer in range(first_layer, first_layer + num_layers)]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_any(RMSNorm))
+    specs = [_build_layer_spec(config, bool(sparse[layer])) for layer in range(first_layer, first_layer + num_layers)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_to_any(RMSNorm))
 
 
-def _layer_spec(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
+def _build_layer_spec(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
-        core_attention=_any(PackedAttention),
+        core_attention=_to_any(PackedAttention),
         linear_proj=RowParallelLinear,
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
@@ -122,14 +121,14 @@ def _layer_spec(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
         self_attention=ModuleSpec(
             module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
         ),
-        self_attn_bda=_any(get_bias_dropout_add),
+        self_attn_bda=_to_any(get_bias_dropout_add),
         pre_mlp_layernorm=RMSNorm,
         mlp=mlp,
-        mlp_bda=_any(get_bias_dropout_add),
+        mlp_bda=_to_any(get_bias_dropout_add),
     )
     return ModuleSpec(module=TransformerLayer, submodules=layer)
 
 
-def _any(part: Any) -> Any:
-    """Widen a type: megatron-core takes classes and functions where its annotations name specifications."""
+def _to_any(part: Any) -> Any:
+    """Widen a type: megatron-core accepts classes and functions where its annotations require specifications."""
     return part

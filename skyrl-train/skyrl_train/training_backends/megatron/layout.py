@@ -1,6 +1,6 @@
-"""Division of a model over ranks: sizes of the kinds of parallelism, positions of ranks, and the rules that sizes obey.
+"""Parallel layout of a model: sizes of each kind of parallelism, positions of ranks, and rules for the sizes.
 
-Imports neither torch nor megatron-core: layouts are refused before any process starts.
+Imports neither torch nor megatron-core: layouts are rejected before any process starts.
 """
 
 from collections.abc import Iterable
@@ -18,18 +18,18 @@ class ParallelSizes:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
-    """Tensor parallelism inside of an expert."""
+    """Tensor parallelism within an expert."""
 
     @property
     def ranks_per_replica(self) -> int:
         """Ranks that hold one replica of the dense layers and share its rows."""
         return self.tensor * self.pipeline * self.context
 
-    def group_rank(self, rank: int, world_size: int) -> int:
-        """Return the rank in the process group of a worker whose replica's ranks are consecutive.
+    def get_group_rank(self, rank: int, world_size: int) -> int:
+        """Return the process-group rank of a worker, given that workers of a replica are consecutive.
 
-        megatron-core numbers ranks with pipeline stages outermost, the only order in which experts may be divided in
-        another way than dense layers: rank = (stage x replicas + replica) x (tensor x context) + inner.
+        megatron-core numbers ranks with pipeline stages outermost, the only order in which experts may be sharded
+        differently from dense layers: rank = (stage x replicas + replica) x (tensor x context) + inner.
         """
         inner_size = self.tensor * self.context
         replica, place = divmod(rank, self.ranks_per_replica)
@@ -45,14 +45,14 @@ class ModelSizes:
     num_heads: int
     num_key_value_heads: int
     intermediate_size: int
-    """Rows of the dense feed-forward layers; 0: there are none."""
+    """Rows of the dense feed-forward layers; 0: none."""
 
     num_experts: int = 0
     expert_intermediate_size: int = 0
 
     @staticmethod
-    def of(config: object) -> "ModelSizes":
-        """Read them from a transformers config."""
+    def from_config(config: object) -> "ModelSizes":
+        """Read the sizes from a transformers config."""
 
         def read(name: str) -> int:
             return int(getattr(config, name, None) or 0)
@@ -89,8 +89,8 @@ def check_world(layout: ParallelSizes, world_size: int, section: str) -> None:
         raise ConfigError(
             f"{section}: tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size = "
             f"{layout.tensor} x {layout.pipeline} x {layout.context} must divide the model's {world_size} workers; "
-            f"use {_nearest_multiples(world_size, product)} workers, or another tensor_model_parallel_size, such as "
-            f"{_listed(_divisors_near(_workers_left(world_size, layout), layout.tensor))}"
+            f"use {_describe_nearest_multiples(world_size, product)} workers, or another tensor_model_parallel_size, such as "
+            f"{_format_list(_find_divisors_near(_count_remaining_workers(world_size, layout), layout.tensor))}"
         )
     product = layout.pipeline * layout.expert * layout.expert_tensor
     if world_size % product:
@@ -98,8 +98,8 @@ def check_world(layout: ParallelSizes, world_size: int, section: str) -> None:
         raise ConfigError(
             f"{section}: pipeline_model_parallel_size x expert_model_parallel_size x expert_tensor_parallel_size = "
             f"{layout.pipeline} x {layout.expert} x {layout.expert_tensor} must divide the model's {world_size} "
-            f"workers; use {_nearest_multiples(world_size, product)} workers, or expert_model_parallel_size="
-            f"{_listed(_divisors_near(max(1, fitting), layout.expert))} (with expert_tensor_parallel_size=1, experts "
+            f"workers; use {_describe_nearest_multiples(world_size, product)} workers, or expert_model_parallel_size="
+            f"{_format_list(_find_divisors_near(max(1, fitting), layout.expert))} (with expert_tensor_parallel_size=1, experts "
             "are not divided further)"
         )
 
@@ -108,9 +108,9 @@ def check_model(layout: ParallelSizes, model: ModelSizes, section: str, *, even_
     """Check that a layout divides a model.
 
     Args:
-        even_stages: all pipeline stages have as many layers.
+        even_stages: all pipeline stages have equally many layers.
     """
-    # (setting, its size, what must be divisible, how that is called)
+    # (setting, its size, the number to divide, its description)
     rules: list[tuple[str, int, int, str]] = [
         ("tensor_model_parallel_size", layout.tensor, model.num_heads, "attention heads"),
         ("tensor_model_parallel_size", layout.tensor, model.num_key_value_heads, "key-value heads"),
@@ -132,7 +132,7 @@ def check_model(layout: ParallelSizes, model: ModelSizes, section: str, *, even_
                 f"{section}.expert_tensor_parallel_size={layout.expert_tensor} must be tensor_model_parallel_size="
                 f"{layout.tensor} (or null) where expert_model_parallel_size=1: megatron-core would not add up the "
                 "gradients of experts that tensor-parallel ranks hold whole; or deal the experts to ranks, with "
-                f"expert_model_parallel_size={_listed(_divisors_near(model.num_experts, layout.tensor))}"
+                f"expert_model_parallel_size={_format_list(_find_divisors_near(model.num_experts, layout.tensor))}"
             )
     elif layout.expert > 1:
         raise ConfigError(f"{section}.expert_model_parallel_size={layout.expert} must be 1: the model has no experts")
@@ -140,18 +140,18 @@ def check_model(layout: ParallelSizes, model: ModelSizes, section: str, *, even_
         rules = [rule for rule in rules if rule[0] != "pipeline_model_parallel_size"]
     for name, size, number, title in rules:
         if number % size:
-            fitting = _divisors_near(number, size)
+            fitting = _find_divisors_near(number, size)
             raise ConfigError(
-                f"{section}.{name}={size} must divide the model's {number} {title}; use {_listed(fitting)}"
+                f"{section}.{name}={size} must divide the model's {number} {title}; use {_format_list(fitting)}"
             )
 
 
-def padded_vocabulary(num_words: int, tensor: int) -> int:
-    """Return the rows of the embedding with padding, which tensor-parallel ranks divide evenly."""
+def compute_padded_vocabulary(num_words: int, tensor: int) -> int:
+    """Return the number of embedding rows padded to a multiple of the tensor-parallel size."""
     return num_words + -num_words % tensor
 
 
-def _divisors_near(number: int, size: int) -> list[int]:
+def _find_divisors_near(number: int, size: int) -> list[int]:
     """Return the divisors of a number next to `size`, below and above it."""
     divisors = [each for each in range(1, number + 1) if number % each == 0]
     below = [each for each in divisors if each <= size][-1:]
@@ -159,17 +159,19 @@ def _divisors_near(number: int, size: int) -> list[int]:
     return below + above
 
 
-def _nearest_multiples(number: int, of: int) -> str:
-    """Return the multiples of `of` next to a number, in words."""
+def _describe_nearest_multiples(number: int, of: int) -> str:
+    """Describe the multiples of `of` next to a number."""
     below = number // of * of
-    return _listed([each for each in (below, below + of) if each])
+    return _format_list([each for each in (below, below + of) if each])
 
 
-def _workers_left(world_size: int, layout: ParallelSizes) -> int:
-    """Return the workers that pipeline and context leave to tensor parallelism; all where they do not divide them."""
+def _count_remaining_workers(world_size: int, layout: ParallelSizes) -> int:
+    """Return the workers that pipeline and context parallelism leave to tensor parallelism; all if they do not divide
+    them.
+    """
     others = layout.pipeline * layout.context
     return world_size // others if world_size % others == 0 else world_size
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _format_list(numbers: Iterable[int]) -> str:
     return " or ".join(str(number) for number in numbers)

@@ -1,4 +1,4 @@
-"""Whole models of transformers, from which a divided one takes its weights."""
+"""Unsharded transformers models, from which a sharded one takes its weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.models.build import build_model, transformer_of
+from skyrl_train.models.build import build_model, get_transformer
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.scoring_check import check_scoring
 from skyrl_train.models.value_model import ValueModel
@@ -17,8 +17,8 @@ WholeModel = ScoringModel | ValueModel
 
 
 def build_whole(cfg: SkyRLConfig, name: ModelName, path: str, *, with_weights: bool) -> WholeModel:
-    """Make a model whole on the CPU; without weights its parameters have shapes only."""
-    # `megatron_config.model_config_kwargs` goes where other backends read such entries.
+    """Build an unsharded model on the CPU; without weights its parameters have only shapes."""
+    # `megatron_config.model_config_kwargs` is passed where other backends read such entries.
     settings = getattr(cfg.trainer, name)
     overrides = settings.model_config_kwargs | settings.megatron_config.model_config_kwargs
     trainer = replace(cfg.trainer, **{name: replace(settings, model_config_kwargs=overrides)})
@@ -30,9 +30,9 @@ def build_whole(cfg: SkyRLConfig, name: ModelName, path: str, *, with_weights: b
     return model
 
 
-def whole_weights(model: WholeModel) -> dict[str, torch.Tensor]:
+def get_whole_weights(model: WholeModel) -> dict[str, torch.Tensor]:
     """Return the weights of a model under the names of `gather_parameters`."""
-    weights: dict[str, torch.Tensor] = dict(transformer_of(model).named_parameters())
+    weights: dict[str, torch.Tensor] = dict(get_transformer(model).named_parameters())
     if isinstance(model, ValueModel):
         weights[f"{model.head_name}.weight"] = model.head.weight
     return weights
@@ -41,7 +41,7 @@ def whole_weights(model: WholeModel) -> dict[str, torch.Tensor]:
 def from_first_rank(
     whole: Mapping[str, torch.Tensor] | None, shapes: Mapping[str, torch.Size], device: torch.device
 ) -> Callable[[str], torch.Tensor]:
-    """Return a function that gives every rank a weight of rank 0 by name, float32 on its device. A collective.
+    """Return a function that broadcasts a weight of rank 0 by name, float32 on each rank's device. A collective.
 
     Args:
         whole: on rank 0; None elsewhere.
@@ -51,7 +51,7 @@ def from_first_rank(
         if whole is None:
             tensor = torch.empty(shapes[name], device=device)
         else:
-            # One weight at a time is on the device.
+            # Only one weight at a time is on the device.
             tensor = whole[name].detach().to(device, torch.float32).contiguous()
         if dist.get_world_size() > 1:
             dist.broadcast(tensor, 0)

@@ -1,4 +1,4 @@
-"""Gradients and AdamW of one pipeline stage: reduction over data-parallel ranks, and one optimizer step."""
+"""Gradients and AdamW of one pipeline stage: reduction over data-parallel ranks, and the optimizer step."""
 
 import math
 from typing import Any
@@ -12,11 +12,11 @@ from torch import nn
 
 from skyrl_train.config import OptimizerConfig
 from skyrl_train.config.megatron import MegatronConfig
-from skyrl_train.training_backends.megatron.optimizer_shards import OptimizerShards, parts_of
+from skyrl_train.training_backends.megatron.optimizer_shards import OptimizerShards, iter_optimizers
 
 
 class StageOptimizer:
-    """AdamW of megatron-core, whose state and float32 weights are divided over data-parallel ranks. Making one is a
+    """AdamW of megatron-core, with state and float32 weights sharded over data-parallel ranks. Construction is a
     collective.
 
     Args:
@@ -34,22 +34,22 @@ class StageOptimizer:
         *,
         bf16: bool,
     ):
-        if settings.freeze_moe_router:  # before the wrapper, which reduces what needs a gradient then
+        if settings.freeze_moe_router:  # before the wrapper, which reduces only parameters that require gradients
             for name, parameter in stage.named_parameters():
                 if name.endswith("mlp.router.weight"):
                     parameter.requires_grad = False
-        self.model = DistributedDataParallel(config, ddp_config(settings.ddp_config, device), stage)
-        self._optimizer = _new_adamw(self.model, optimizer_config, bf16=bf16)
+        self.model = DistributedDataParallel(config, build_ddp_config(settings.ddp_config, device), stage)
+        self._optimizer = _build_adamw(self.model, optimizer_config, bf16=bf16)
         self._max_norm = optimizer_config.max_grad_norm
         self.shards = OptimizerShards(self.model, self._optimizer)
 
     def step(self, learning_rate: float) -> float:
-        """Take one step on the gradient added so far, unless it is not finite, and forget it. A collective. Returns:
-        the gradient's global norm before clipping."""
-        # Once per optimizer step, however many forward-backward calls made its gradient: it is not idempotent.
+        """Step on the accumulated gradient unless it is not finite, and zero it. A collective. Returns: the gradient's
+        global norm before clipping."""
+        # Once per optimizer step, for any number of forward-backward calls: it is not idempotent.
         finalize_model_grads([self.model])
         self._optimizer.prepare_grads()
-        # Reduced over all ranks: every one skips the step, or none.
+        # Reduced over all ranks: either all skip the step, or none.
         norm = float(self._optimizer.get_grad_norm())
         if math.isfinite(norm):
             self._clip(norm)
@@ -57,42 +57,42 @@ class StageOptimizer:
                 for group in part.param_groups:
                     group["lr"] = learning_rate
             self._optimizer.step_with_ready_grads()
-        # Both: the buffer that the backward adds to, and the shards of it that the optimizer has made.
+        # Both: the buffer that the backward adds to, and its shards created by the optimizer.
         self.model.zero_grad_buffer()
         self._optimizer.zero_grad()
         return norm
 
     def _clip(self, norm: float) -> None:
-        """Scale the gradients that the step will take to the largest norm, as torch's `clip_grad_norm_` does."""
+        """Clip the gradients of the step to the maximum norm, as torch's `clip_grad_norm_` does."""
         factor = self._max_norm / (norm + 1e-6)
         if factor < 1:
-            for part in parts_of(self._optimizer):
+            for part in iter_optimizers(self._optimizer):
                 for group in part.param_groups:
                     for shard in group["params"]:
                         if shard.grad is not None:
                             shard.grad.mul_(factor)
 
     def offload(self, *, with_state: bool) -> None:
-        """Free the device's memory. Args: `with_state`, moments and float32 weights leave it too."""
+        """Free the device's memory. Args: `with_state`, offload moments and float32 weights too."""
         if with_state:
             self.shards.move(torch.device("cpu"))
         for buffer in self._buffers:
             buffer.offload_to_cpu()  # gradients, which are zero between steps, are freed and not copied
 
     def onload(self, device: torch.device) -> None:
-        """Take the device again."""
+        """Reload to the device."""
         for buffer in self._buffers:
             buffer.reload_from_cpu()
         self.shards.move(device)
 
     @property
     def _buffers(self) -> list[Any]:
-        """Flat memory of weights and gradients, which these are views of."""
+        """Flat buffers underlying weights and gradients."""
         return [*self.model.buffers, *self.model.expert_parallel_buffers]  # type: ignore[misc]
 
 
-def _new_adamw(model: DistributedDataParallel, config: OptimizerConfig, *, bf16: bool) -> ChainedOptimizer:
-    # Weight decay spares no weight that is trained, as with FSDP2.
+def _build_adamw(model: DistributedDataParallel, config: OptimizerConfig, *, bf16: bool) -> ChainedOptimizer:
+    # Weight decay applies to all trained weights, as with FSDP2.
     beta1, beta2 = config.adam_betas
     settings = MegatronOptimizerConfig(
         optimizer="adam",
@@ -106,17 +106,17 @@ def _new_adamw(model: DistributedDataParallel, config: OptimizerConfig, *, bf16:
         use_distributed_optimizer=True,
         clip_grad=0.0,  # `_clip` is called between the norm and the step
     )
-    # Overrides that are empty: the default spares norms and biases from weight decay.
+    # Empty overrides: the default excludes norms and biases from weight decay.
     optimizer = get_megatron_optimizer(settings, [model], config_overrides={}, use_gloo_process_groups=False)
     assert isinstance(optimizer, ChainedOptimizer)
     return optimizer
 
 
-def ddp_config(settings: Any, device: torch.device) -> DistributedDataParallelConfig:
-    """Return how gradients are reduced, from `megatron_config.ddp_config`."""
+def build_ddp_config(settings: Any, device: torch.device) -> DistributedDataParallelConfig:
+    """Build the gradient-reduction settings from `megatron_config.ddp_config`."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
-        # gloo has no averaging: gradients are divided before the sum, which is the same.
+        # gloo has no averaging: gradients are divided before the sum, which is equivalent.
         average_in_collective=settings.average_in_collective and device.type == "cuda",
         use_distributed_optimizer=True,
     )

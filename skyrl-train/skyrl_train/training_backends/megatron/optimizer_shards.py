@@ -1,6 +1,6 @@
-"""Tensors that megatron-core's distributed optimizer keeps of the weights of a stage, divided over data-parallel ranks.
+"""Optimizer tensors of megatron-core's distributed optimizer, sharded over data-parallel ranks.
 
-Shapes: a weight of the rank's stage has n numbers, of which this rank owns those from `start` to `end`.
+Shapes: a weight of the rank's stage has n elements; this rank owns `start` to `end`.
 """
 
 from collections.abc import Iterator
@@ -16,24 +16,25 @@ Moment = Literal["exp_avg", "exp_avg_sq"]
 """Running mean of a weight's gradient, or of its square."""
 
 Kind = Moment | Literal["weight"]
-"""Tensor kept of a trained weight: its float32 value, or a moment."""
+"""Optimizer tensor of a trained weight: its float32 value, or a moment."""
 
 
 class OptimizerShards:
-    """Tensors that the optimizer keeps of each weight of a stage, whole on every data-parallel rank while they are
-    looked at."""
+    """Access to the optimizer tensors of each weight of a stage, gathered on every data-parallel rank when read."""
 
     def __init__(self, model: DistributedDataParallel, optimizer: ChainedOptimizer):
         self.model, self.optimizer = model, optimizer
         self._part_of: dict[nn.Parameter, Any] = {}
-        for part in parts_of(optimizer):
+        for part in iter_optimizers(optimizer):
             for group in part.opt_group_ranges:
                 self._part_of |= {parameter: part for parameter in group["params"]}
 
     def gather(self, parameter: nn.Parameter, kind: Kind) -> torch.Tensor:
-        """Return a tensor of a weight, float32 and shaped like it. A collective of its data-parallel ranks."""
+        """Gather an optimizer tensor of a weight, float32 and shaped like it. A collective of its data-parallel
+        ranks.
+        """
         whole = torch.zeros(parameter.numel(), device=parameter.device)
-        start, own = self._own(parameter, kind)
+        start, own = self._get_own(parameter, kind)
         if own is not None:
             whole[start : start + own.numel()] = own.detach().to(whole.device)
         group = self._group(parameter)
@@ -42,43 +43,45 @@ class OptimizerShards:
             dist.all_reduce(whole.view(torch.int32), group=group)
         return whole.view(parameter.shape)
 
-    def num_steps(self) -> int:
-        """Return how many steps the optimizer has taken. A collective: a rank may own no weight."""
+    def count_steps(self) -> int:
+        """Return the number of optimizer steps. A collective: a rank may own no weight."""
         own = [
-            int(state.get("step", 0)) for part in parts_of(self.optimizer) for state in part.optimizer.state.values()
+            int(state.get("step", 0))
+            for part in iter_optimizers(self.optimizer)
+            for state in part.optimizer.state.values()
         ]
         most = torch.tensor(max(own, default=0), device=next(self.model.parameters()).device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
 
     def move(self, device: torch.device) -> None:
-        """Move what the optimizer keeps to a device. (Float32 weights that the model computes with are no copy.)"""
-        for part in parts_of(self.optimizer):
+        """Move the optimizer tensors to a device. (Float32 weights used by the model are not copied.)"""
+        for part in iter_optimizers(self.optimizer):
             for group in part.shard_fp32_from_float16_groups:
                 for shard in group:
                     shard.data = shard.data.to(device)
             for state in part.optimizer.state.values():
                 for name, value in state.items():
-                    if value.dim() > 0:  # step counts stay where the optimizer wants them
+                    if value.dim() > 0:  # step counts stay where the optimizer needs them
                         state[name] = value.to(device)
 
-    def forget(self) -> None:
-        """Drop all moments."""
-        for part in parts_of(self.optimizer):
+    def reset(self) -> None:
+        """Delete all moments."""
+        for part in iter_optimizers(self.optimizer):
             part.optimizer.state.clear()
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, kind: Kind, whole: torch.Tensor, step: torch.Tensor | None = None) -> None:
-        """Replace this rank's part of a tensor of a weight; with the float32 weight, that which the model computes
-        with. No collective.
+        """Replace this rank's part of an optimizer tensor of a weight; for the float32 weight, also the model's copy.
+        No collective.
 
         Args:
             whole: shaped like the weight.
-            step: steps taken, a scalar, to be noted beside moments.
+            step: number of steps taken, a scalar, stored with moments.
         """
         if kind == "weight":
             parameter.copy_(whole)
-        start, own = self._own(parameter, kind, make=True)
+        start, own = self._get_own(parameter, kind, make=True)
         if own is not None:
             own.copy_(whole.reshape(-1)[start : start + own.numel()])
         if step is not None and own is not None:
@@ -86,8 +89,8 @@ class OptimizerShards:
             shard = part._get_main_param_and_optimizer_states(parameter)["param"]
             part.optimizer.state[shard]["step"] = step.clone()
 
-    def _own(self, parameter: nn.Parameter, kind: Kind, make: bool = False) -> tuple[int, torch.Tensor | None]:
-        """Return where this rank's part of a tensor begins, and the part; None if it owns none, or none yet."""
+    def _get_own(self, parameter: nn.Parameter, kind: Kind, make: bool = False) -> tuple[int, torch.Tensor | None]:
+        """Return the start of this rank's part of a tensor, and the part; None if it owns none, or none yet."""
         part = self._part_of.get(parameter)
         if part is None:
             return 0, None
@@ -106,6 +109,6 @@ class OptimizerShards:
         return self.model.dp_cp_group if getattr(parameter, "allreduce", True) else self.model.expt_dp_group
 
 
-def parts_of(optimizer: ChainedOptimizer) -> Iterator[Any]:
-    """Yield the optimizers of dense weights and of experts, where a rank has any."""
+def iter_optimizers(optimizer: ChainedOptimizer) -> Iterator[Any]:
+    """Yield the optimizers of dense weights and of experts, if a rank has any."""
     return (part for part in optimizer.chained_optimizers if not part.is_stub_optimizer)  # type: ignore[attr-defined]

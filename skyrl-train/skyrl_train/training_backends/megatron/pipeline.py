@@ -1,4 +1,5 @@
-"""Micro-batches through the pipeline stages of a model, forward and backward, by the schedules of megatron-core.
+"""Execution of micro-batches through the pipeline stages of a model, forward and backward, with megatron-core's
+schedules.
 
 Shapes: b rows, R response columns, n tokens of a micro-batch, H hidden size; N tokens of this rank under sequence
 parallelism.
@@ -21,18 +22,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from skyrl_train.expert_routes import no_route, route_dtype
-from skyrl_train.models.packing import Layout, packed
+from skyrl_train.models.packing import Layout, pack_rows
 from skyrl_train.models.routing_replay import RoutingPass
 from skyrl_train.training_backends.base import MetricSums, Objective, Scores
-from skyrl_train.training_backends.megatron.groups import slice_of_rank, stage_group
+from skyrl_train.training_backends.megatron.groups import get_stage_group, select_rank_slice
 from skyrl_train.training_backends.megatron.layers import RowsInfo
 from skyrl_train.training_backends.megatron.model import HiddenStatesModel
 from skyrl_train.training_backends.megatron.routers import StageRouters, gather_routes
-from skyrl_train.training_backends.megatron.vocabulary_parallel import WordShard, token_log_probs
+from skyrl_train.training_backends.megatron.vocabulary_parallel import WordShard, compute_token_log_probs
 from skyrl_train.training_batch import TrainingInputBatch
 
 Part = tuple[TrainingInputBatch, bool]
-"""A micro-batch, and whether its tokens are counted by routers."""
+"""A micro-batch, and whether routers count its tokens."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,10 @@ class Pipeline:
 
     Args:
         model: this rank's stage, wrapped for the reduction of gradients if it is trained.
-        rotary: makes cosines and sines from positions, as in the transformers model.
-        words: words of this rank.
-        routers: listen to the routers of a mixture of experts; None: there are none.
-        chunk_size: tokens whose logits are in memory at the same time.
+        rotary: computes cosines and sines from positions, as in the transformers model.
+        words: vocabulary shard of this rank.
+        routers: hooks on the routers of a mixture of experts, or None.
+        chunk_size: tokens per chunk of logits.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class Pipeline:
         parts = [(micro, False) for micro in micro_batches]
         found = self._run(step, parts, forward_only=True)
         outputs = from_last_stage([scored.scores.output.cpu() for scored in found])
-        routes = self._arrange_routes(recorded, parts) if record_routes else [None] * len(parts)
+        routes = self._collect_routes(recorded, parts) if record_routes else [None] * len(parts)
         return [Scores(output, routes=each) for output, each in zip(outputs, routes, strict=True)]
 
-    def _arrange_routes(
+    def _collect_routes(
         self, recorded: Sequence[tuple[Layout, RoutingPass]], parts: Sequence[Part]
     ) -> list[torch.Tensor]:
         """Return the routes of each micro-batch, [b, T, L, k]. A collective."""
@@ -109,14 +110,14 @@ class Pipeline:
         objective: Objective,
         num_replicas: int,
     ) -> list[Scored]:
-        """Add the gradient of micro-batches whose losses add up to this replica's part of the mini-batch's.
+        """Accumulate the gradient of micro-batches whose losses add up to this replica's part of the mini-batch loss.
 
         Args:
-            micro_batches: with the use of experts by those marked by True counted.
+            micro_batches: (micro-batch, whether to count its expert load) pairs.
             num_replicas: data-parallel ranks, over which gradients are averaged.
         """
-        # The schedule divides each loss by the number of micro-batches, the reduction by that of replicas, where the
-        # gradient of the mini-batch is a sum over both.
+        # The schedule divides each loss by the number of micro-batches, the reduction by the number of replicas, but
+        # the gradient of the mini-batch is a sum over both.
         factor = float(len(micro_batches) * num_replicas)
         step = partial(self._forward_step, temperature=temperature, objective=objective, factor=factor)
         return self._run(step, micro_batches, forward_only=False)
@@ -127,7 +128,7 @@ class Pipeline:
             data_iterator=iter(micro_batches),
             model=self.model,
             num_microbatches=len(micro_batches),
-            seq_length=self.config.tensor_model_parallel_size,  # stages announce the shapes of what they send
+            seq_length=self.config.tensor_model_parallel_size,  # stages announce the shapes of the tensors that they send
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -144,33 +145,33 @@ class Pipeline:
         recorded: list[tuple[Layout, RoutingPass]] | None = None,
     ) -> tuple[torch.Tensor, Any]:
         micro, is_counted = next(micro_batches)
-        layout = self._lay_out(micro)
-        routing = RoutingPass() if recorded is not None else self._replayed(micro, layout)
+        layout = self._build_layout(micro)
+        routing = RoutingPass() if recorded is not None else self._get_replayed_routes(micro, layout)
         if recorded is not None and routing is not None:
             recorded.append((layout, routing))
-        with nullcontext() if self.routers is None or not is_counted else self.routers.listen(layout.real):
+        with nullcontext() if self.routers is None or not is_counted else self.routers.collect(layout.real):
             hidden = self.run_stage(model, layout, routing)
         return hidden, partial(
-            self._loss, layout=layout, micro=micro, temperature=temperature, objective=objective, factor=factor
+            self._compute_loss, layout=layout, micro=micro, temperature=temperature, objective=objective, factor=factor
         )
 
-    def _lay_out(self, micro: TrainingInputBatch) -> Layout:
-        """Lay the rows end to end, to a number of tokens that the tensor-parallel ranks divide."""
-        return packed(
+    def _build_layout(self, micro: TrainingInputBatch) -> Layout:
+        """Pack the rows, to a number of tokens that the tensor-parallel ranks divide."""
+        return pack_rows(
             micro.tensor("sequences").to(self.device),
             micro.tensor("attention_mask").to(self.device),
             micro.metadata["response_length"],
             multiple_of=self.config.tensor_model_parallel_size,
         )
 
-    def _replayed(self, micro: TrainingInputBatch, layout: Layout) -> RoutingPass | None:
-        """Return the routes of a micro-batch for this rank's tokens; None if it has none."""
+    def _get_replayed_routes(self, micro: TrainingInputBatch, layout: Layout) -> RoutingPass | None:
+        """Return the replayed routes of a micro-batch for this rank's tokens, or None."""
         routes = micro.get("expert_routes")
         if routes is None:
             return None
         assert self.routers is not None, "a model without experts is refused before"
         self.routers.shape.check(routes)
-        return RoutingPass(slice_of_rank(layout.take(routes.to(self.device), no_route(routes.dtype))))
+        return RoutingPass(select_rank_slice(layout.gather_from_batch(routes.to(self.device), no_route(routes.dtype))))
 
     def run_stage(self, model: nn.Module, layout: Layout, routing: RoutingPass | None = None) -> torch.Tensor:
         """Compute the layers of this stage: hidden states [N, 1, H]."""
@@ -179,7 +180,7 @@ class Pipeline:
         info = RowsInfo(qkv_format="thd", rows=layout.rows, cos=cos, sin=sin, routing=routing)
         return model(layout.input_ids, layout.position_ids, None, packed_seq_params=info)
 
-    def _loss(
+    def _compute_loss(
         self,
         hidden: torch.Tensor,
         layout: Layout,
@@ -189,9 +190,9 @@ class Pipeline:
         factor: float,
         non_loss_data: bool = False,
     ) -> Any:
-        """Score the hidden states of the last stage, and compute the loss where there is an objective."""
+        """Score the hidden states of the last stage, and compute the loss if there is an objective."""
         with_entropy = objective is not None and objective.needs_entropy
-        scores = self.scores(hidden, layout, temperature, with_entropy=with_entropy)
+        scores = self.compute_scores(hidden, layout, temperature, with_entropy=with_entropy)
         if objective is None or non_loss_data:
             return Scored(scores, {})
         loss, sums = objective(scores, micro.to(self.device))
@@ -199,46 +200,46 @@ class Pipeline:
         return loss * factor, Scored(Scores(scores.output.detach(), entropy), sums)
 
     def score(self, micro: TrainingInputBatch, temperature: float, *, with_entropy: bool) -> Scores:
-        """Score a micro-batch where there is one stage; gradients flow where they are enabled."""
-        layout = self._lay_out(micro)
+        """Score a micro-batch if there is only one stage; gradients flow if enabled."""
+        layout = self._build_layout(micro)
         self.stage.set_input_tensor(None)  # type: ignore[arg-type]
-        hidden = self.run_stage(self.model, layout, self._replayed(micro, layout))
-        return self.scores(hidden, layout, temperature, with_entropy=with_entropy)
+        hidden = self.run_stage(self.model, layout, self._get_replayed_routes(micro, layout))
+        return self.compute_scores(hidden, layout, temperature, with_entropy=with_entropy)
 
-    def scores(self, hidden: torch.Tensor, layout: Layout, temperature: float, *, with_entropy: bool) -> Scores:
+    def compute_scores(self, hidden: torch.Tensor, layout: Layout, temperature: float, *, with_entropy: bool) -> Scores:
         """Compute log-probs or values of the response tokens, [b, R], from the hidden states of the last stage."""
         if self.stage.value_head is not None:
-            return Scores(self._values(hidden, layout, self.stage.value_head))
-        # Each rank computes the logits of its own words from the states of all tokens: the gradients of these states,
-        # which come back as parts, are summed over ranks in the backward of either function.
+            return Scores(self._compute_values(hidden, layout, self.stage.value_head))
+        # Each rank computes the logits of its vocabulary shard from the states of all tokens: partial gradients of
+        # these states are summed over ranks in the backward of either function.
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        states, labels = layout.scored(hidden.transpose(0, 1))
-        log_probs, entropy = token_log_probs(
+        states, labels = layout.select_scored(hidden.transpose(0, 1))
+        log_probs, entropy = compute_token_log_probs(
             states,
-            self.stage.output_weight(),
+            self.stage.get_output_weight(),
             labels,
             self.words,
             temperature=temperature,
             chunk_size=self.chunk_size,
             with_entropy=with_entropy,
         )
-        return Scores(layout.place(log_probs), None if entropy is None else layout.place(entropy))
+        return Scores(layout.scatter_scored(log_probs), None if entropy is None else layout.scatter_scored(entropy))
 
-    def _values(self, hidden: torch.Tensor, layout: Layout, head: nn.Linear) -> torch.Tensor:
-        # Each rank computes all values, and the same loss: of the gradient of all states it keeps its own slice, where
-        # a sum over ranks would count it once for each.
+    def _compute_values(self, hidden: torch.Tensor, layout: Layout, head: nn.Linear) -> torch.Tensor:
+        # Each rank computes all values and the same loss: it keeps its own slice of the gradient of all states, because
+        # a sum over ranks would count it once per rank.
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        states, _ = layout.scored(hidden.transpose(0, 1))
-        return layout.place(states.float() @ head.weight[0].float())
+        states, _ = layout.select_scored(hidden.transpose(0, 1))
+        return layout.scatter_scored(states.float() @ head.weight[0].float())
 
 
 def from_last_stage(value: Any) -> Any:
     """Return the last stage's value on every stage. A collective of the stages of a replica."""
-    group = stage_group()
+    group = get_stage_group()
     if group.size() == 1:
         return value
     values = [value]

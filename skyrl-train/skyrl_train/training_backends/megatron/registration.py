@@ -25,10 +25,10 @@ _TRAITS = TrainingBackendTraits(
 
 @register_training_backend("megatron", requires=_TRAITS)
 def megatron(*args: Any) -> "MegatronBackend":
-    """Make this rank's backend. Arguments: those of `TrainingBackend`."""
-    logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints what it finds, and buckets of each model
+    """Build this rank's backend. Arguments: as for `TrainingBackend`."""
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints its environment, and buckets of each model
     with warnings.catch_warnings():
-        # megatron-core warns of each library that is not there, and uses what torch has deprecated, as it is imported.
+        # At import megatron-core warns of each missing library, and uses names that torch has deprecated.
         warnings.simplefilter("ignore")
         from skyrl_train.training_backends.megatron.backend import MegatronBackend
     # Later it warns of its own defaults, and calls collectives by names that newer releases of torch have replaced.

@@ -9,9 +9,9 @@ from typing import Any
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.megatron import MegatronConfig, MegatronModelConfig
-from skyrl_train.config.typed import nearest_name
+from skyrl_train.config.typed import find_nearest_name
 from skyrl_train.errors import ConfigError
-from skyrl_train.training_backends.megatron.families import family_of
+from skyrl_train.training_backends.megatron.families import get_family
 from skyrl_train.training_backends.megatron.layout import ModelSizes, ParallelSizes, check_model, check_world
 
 OWN_FIELDS: dict[str, str] = {
@@ -54,7 +54,7 @@ OWN_FIELDS: dict[str, str] = {
         )
     },
 }
-"""Field of megatron-core's configuration -> the setting that it follows."""
+"""Field of megatron-core's configuration -> the setting that controls it."""
 
 REFUSED_FIELDS: dict[str, str] = {
     "hidden_dropout": "log-probs of the same weights would differ from one forward to the next",
@@ -77,11 +77,11 @@ REFUSED_FIELDS: dict[str, str] = {
     "grad_scale_func": "gradients are not scaled in bfloat16 and float32",
     "no_sync_func": "gradients are reduced once per optimizer step",
 }
-"""Field of megatron-core's configuration -> why it may not be set."""
+"""Field of megatron-core's configuration -> reason why it must not be set."""
 
 
-def layout_of(settings: MegatronModelConfig) -> ParallelSizes:
-    """Return the division that `megatron_config` asks for."""
+def get_layout(settings: MegatronModelConfig) -> ParallelSizes:
+    """Return the parallel layout in `megatron_config`."""
     tensor = settings.tensor_model_parallel_size
     expert_tensor = settings.expert_tensor_parallel_size
     return ParallelSizes(
@@ -97,7 +97,7 @@ def check_settings(config: SkyRLConfig) -> None:
     """Check the rules between settings of a run under `trainer.strategy=megatron`.
 
     Raises:
-        ConfigError: with the setting, the value, and the nearest that works.
+        ConfigError: with the setting, the value, and the nearest valid one.
     """
     trainer, placement = config.trainer, config.trainer.placement
     if not trainer.use_sample_packing or not trainer.flash_attn:
@@ -113,7 +113,7 @@ def check_settings(config: SkyRLConfig) -> None:
 
 
 def _check_section(settings: MegatronModelConfig, section: str, world_size: int) -> None:
-    layout = layout_of(settings)
+    layout = get_layout(settings)
     check_world(layout, world_size, section)
     if layout.context > 1:
         raise ConfigError(
@@ -133,10 +133,10 @@ def _check_section(settings: MegatronModelConfig, section: str, world_size: int)
 
 def _check_fields(given: Mapping[str, object], section: str) -> None:
     """Check the names of fields of megatron-core's configuration."""
-    known = _field_names()
+    known = _read_field_names()
     for name, value in given.items():
         if name not in known:
-            nearest = nearest_name(name, sorted(known))
+            nearest = find_nearest_name(name, sorted(known))
             hint = f"; did you mean {nearest}?" if nearest else ""
             raise ConfigError(
                 f"unknown setting {section}.{name}: megatron-core's TransformerConfig has no such field{hint}"
@@ -148,9 +148,9 @@ def _check_fields(given: Mapping[str, object], section: str) -> None:
 
 
 @cache
-def _field_names() -> frozenset[str]:
+def _read_field_names() -> frozenset[str]:
     """Read the fields of megatron-core's configuration from its source: importing it takes seconds, and torch."""
-    found = find_spec("megatron.core")  # imports `megatron` alone, which is a namespace and may have several folders
+    found = find_spec("megatron.core")  # imports `megatron` only, which is a namespace and may have several folders
     assert found is not None and found.submodule_search_locations, "checked before: the library is installed"
     [root] = found.submodule_search_locations
     names = set()
@@ -166,18 +166,18 @@ def _field_names() -> frozenset[str]:
 
 
 def check_model_config(config: object, model: Any, section: str) -> None:
-    """Check that a model can be held, and that a layout divides it.
+    """Check that a model is supported, and that a layout divides it.
 
     Args:
-        config: of the transformers model.
-        model: its section of the settings, `trainer.<name>`, which is called `section`.
+        config: config of the transformers model.
+        model: its section of the settings, named `section` (`trainer.<name>`).
     """
-    family_of(config)
+    get_family(config)
     settings: MegatronModelConfig = model.megatron_config
     section = f"{section}.megatron_config"
     uneven = {"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"}
-    layout = layout_of(settings)
-    sizes = ModelSizes.of(config)
+    layout = get_layout(settings)
+    sizes = ModelSizes.from_config(config)
     check_model(layout, sizes, section, even_stages=not uneven & set(settings.transformer_config_kwargs))
     replay = getattr(model, "routing_replay", "off")
     if replay != "off":
@@ -185,8 +185,8 @@ def check_model_config(config: object, model: Any, section: str) -> None:
 
 
 def _check_replay(setting: str, config: Any, settings: MegatronModelConfig, section: str) -> None:
-    """Check that there are routers, and that a backward which computes activations again knows their routes."""
-    if not family_of(config).is_mixture:
+    """Check that the model has routers, and that activation recomputation supports replay of their routes."""
+    if not get_family(config).is_mixture:
         raise ConfigError(
             f"{setting} needs a mixture of experts, and model_type={config.model_type!r} has no router; leave it out"
         )

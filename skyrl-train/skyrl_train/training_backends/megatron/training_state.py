@@ -1,6 +1,6 @@
-"""Weights and Adam's moments of a divided model, whole in checkpoints under the names of transformers.
+"""Weights and Adam moments of a sharded model, gathered in checkpoints under the names of transformers.
 
-Moments have the shapes of their weights, and so the same map and the same divisions.
+Moments have the shapes of their weights, and so the same weight map and sharding.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,20 +21,20 @@ MOMENTS: tuple[Moment, ...] = get_args(Moment)
 def gather_training_state(
     weights: StageWeights, shards: OptimizerShards, of_weight: Gather
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what `TrainingBackend.training_state` does. A collective.
+    """Implement `TrainingBackend.training_state`. A collective.
 
     Args:
-        of_weight: a rank's part of a weight, in float32.
+        of_weight: returns a rank's shard of a weight, in float32.
     """
-    num_steps = shards.num_steps()
+    num_steps = shards.count_steps()
 
-    def of_moment(moment: Moment) -> Gather:
+    def gather_moment(moment: Moment) -> Gather:
         return lambda parameter: shards.gather(parameter, moment)
 
-    # Walks side by side, each a collective: all ranks take the same turns.
+    # Iterators in lockstep, each a collective: all ranks advance them in the same order.
     walks = [weights.gather(of_weight, trained_only=True)]
     if num_steps:  # before the first step there are no moments
-        walks += [weights.gather(of_moment(moment), trained_only=True) for moment in MOMENTS]
+        walks += [weights.gather(gather_moment(moment), trained_only=True) for moment in MOMENTS]
     for (name, weight), *moments in zip(*walks, strict=True):
         yield name, weight
         for moment, (_, tensor) in zip(MOMENTS, moments, strict=False):
@@ -44,8 +44,8 @@ def gather_training_state(
 
 
 def load_training_state(weights: StageWeights, shards: OptimizerShards, files: StateFiles) -> None:
-    """Replace weights and moments by those of a checkpoint, of which each rank takes its part."""
-    shards.forget()
+    """Load this rank's shard of the weights and moments of a checkpoint."""
+    shards.reset()
     steps: dict[str, torch.Tensor] = {}
 
     def read_weight(name: str) -> torch.Tensor:
@@ -53,9 +53,9 @@ def load_training_state(weights: StageWeights, shards: OptimizerShards, files: S
             steps[name] = files.read(f"{name}/step")
         return files.read(name, weights.shapes[name]).to(weights.device)
 
-    weights.deal(read_weight, lambda _, parameter, part: shards.write(parameter, "weight", part), trained_only=True)
+    weights.scatter(read_weight, lambda _, parameter, part: shards.write(parameter, "weight", part), trained_only=True)
     for moment in MOMENTS:
-        weights.deal(
+        weights.scatter(
             partial(_read_moment, weights, files, moment),
             partial(_write_moment, shards, steps, moment),
             trained_only=True,
@@ -63,7 +63,7 @@ def load_training_state(weights: StageWeights, shards: OptimizerShards, files: S
 
 
 def _read_moment(weights: StageWeights, files: StateFiles, moment: Moment, name: str) -> torch.Tensor:
-    # A backend that keeps moments of weights with a gradient alone has none of some.
+    # A backend that keeps moments only for weights with a gradient lacks some.
     if f"{name}/{moment}" not in files:
         return torch.zeros(weights.shapes[name], device=weights.device)
     return files.read(f"{name}/{moment}", weights.shapes[name]).to(weights.device)
@@ -77,7 +77,7 @@ def _write_moment(
     parameter: nn.Parameter,
     part: torch.Tensor,
 ) -> None:
-    # Weights that are one tensor here (q, k, v) have taken as many steps.
+    # Weights that are one tensor here (q, k, v) have equal step counts.
     taken = [steps[name] for name in entry.names if name in steps]
     if taken:
         shards.write(parameter, moment, part, max(taken))

@@ -1,7 +1,8 @@
 """Map between the weights of a transformers model and the shards of megatron-core: pure functions of tensors.
 
-An `Entry` joins one or more weights of transformers, whole, with one tensor of megatron-core per rank of the group that
-divides it. Names of megatron-core count layers and experts over the whole model; `local_name` gives those of a rank.
+An `Entry` maps one or more unsharded weights of transformers to one tensor of megatron-core per rank of the sharding
+group. Names in megatron-core number layers and experts over the whole model; `get_local_name` converts to a rank's
+numbering.
 
 Shapes: H hidden size, I rows of a feed-forward layer, Q query heads, G key-value heads, D size of a head, E experts.
 """
@@ -36,34 +37,34 @@ class MapSizes:
     """Rows of the embedding with padding."""
 
     expert_ranks: int = 1
-    """Ranks that the experts are dealt to."""
+    """Expert-parallel size."""
 
     num_experts: int = 0
     sparse_layers: frozenset[int] = frozenset()
-    """Layers whose feed-forward part is a mixture of experts."""
+    """Layers whose feed-forward block is a mixture of experts."""
 
     tied_head: bool = False
     qkv_bias: bool = False
     qk_norms: bool = False
     value_head: str | None = None
-    """Name of a critic's head, which has no output layer of words; None: not a critic."""
+    """Name of a critic's head, which replaces the output layer; None: not a critic."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Correspondence of weights."""
+    """Mapping of weights."""
 
     names: tuple[str, ...]
-    """Names of transformers."""
+    """Names in transformers."""
 
     tensors: tuple[str, ...]
-    """Names of megatron-core, with global numbers of layers; several for experts of a layer, numbered on the rank."""
+    """Names in megatron-core, with global layer numbers; several for the experts of a layer, numbered on the rank."""
 
     split: Split
     merge: Merge
     division: Division = "none"
     layer: int | None = None
-    """None: of the embedding or the output."""
+    """None: embedding or output."""
 
     is_output: bool = False
     """Belongs to the last pipeline stage, if not to a layer."""
@@ -73,22 +74,22 @@ class Entry:
 
     @property
     def is_router(self) -> bool:
-        """Whether the weight is that of a router, which chooses among experts."""
+        """Whether the weight belongs to a router."""
         return self.tensors[0].endswith(".mlp.router.weight")
 
 
-def entries(sizes: MapSizes) -> Iterator[Entry]:
-    """Yield all correspondences, in the order of the model."""
+def iter_entries(sizes: MapSizes) -> Iterator[Entry]:
+    """Yield all entries, in the order of the model."""
     if sizes.value_head is None:
-        yield from _language_model(sizes)
+        yield from _iter_language_model(sizes)
         return
-    for entry in _language_model(replace(sizes, tied_head=True)):
-        # transformers names the parts of a model without an output layer from within.
+    for entry in _iter_language_model(replace(sizes, tied_head=True)):
+        # transformers names the parts of a model without an output layer relative to its inner module.
         yield replace(entry, names=tuple(name.removeprefix("model.") for name in entry.names))
-    yield _whole(f"{sizes.value_head}.weight", "value_head.weight", is_output=True)
+    yield _build_whole(f"{sizes.value_head}.weight", "value_head.weight", is_output=True)
 
 
-def _language_model(sizes: MapSizes) -> Iterator[Entry]:
+def _iter_language_model(sizes: MapSizes) -> Iterator[Entry]:
     words = _Rows(sizes.num_words, sizes.padded_words)
     yield Entry(
         ("model.embed_tokens.weight",),
@@ -98,16 +99,16 @@ def _language_model(sizes: MapSizes) -> Iterator[Entry]:
         "tensor",
     )
     for layer in range(sizes.num_layers):
-        yield from _attention(sizes, layer)
-        yield from _sparse_mlp(sizes, layer) if layer in sizes.sparse_layers else _dense_mlp(layer)
-    yield _whole("model.norm.weight", "decoder.final_layernorm.weight", is_output=True)
+        yield from _iter_attention(sizes, layer)
+        yield from _iter_sparse_mlp(sizes, layer) if layer in sizes.sparse_layers else _iter_dense_mlp(layer)
+    yield _build_whole("model.norm.weight", "decoder.final_layernorm.weight", is_output=True)
     if not sizes.tied_head:
         yield Entry(("lm_head.weight",), ("output_layer.weight",), words.split, words.merge, "tensor", is_output=True)
 
 
-def _attention(sizes: MapSizes, layer: int) -> Iterator[Entry]:
+def _iter_attention(sizes: MapSizes, layer: int) -> Iterator[Entry]:
     theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
-    yield _whole(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight", layer=layer)
+    yield _build_whole(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight", layer=layer)
     heads = _HeadGroups(sizes.num_heads, sizes.num_key_value_heads, sizes.head_dim)
     for kind in ("weight", "bias") if sizes.qkv_bias else ("weight",):
         names = tuple(f"{theirs}.self_attn.{part}_proj.{kind}" for part in "qkv")
@@ -116,24 +117,24 @@ def _attention(sizes: MapSizes, layer: int) -> Iterator[Entry]:
     if sizes.qk_norms:
         for part in "qk":
             tensor = f"{ours}.self_attention.{part}_layernorm.weight"
-            yield _whole(f"{theirs}.self_attn.{part}_norm.weight", tensor, layer=layer)
+            yield _build_whole(f"{theirs}.self_attn.{part}_norm.weight", tensor, layer=layer)
     tensor = f"{ours}.self_attention.linear_proj.weight"
     yield Entry((f"{theirs}.self_attn.o_proj.weight",), (tensor,), split_columns, merge_columns, "tensor", layer)
 
 
-def _dense_mlp(layer: int) -> Iterator[Entry]:
+def _iter_dense_mlp(layer: int) -> Iterator[Entry]:
     theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
-    yield _whole(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight", layer=layer)
+    yield _build_whole(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight", layer=layer)
     names = (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight")
     yield Entry(names, (f"{ours}.mlp.linear_fc1.weight",), split_gate_up, merge_gate_up, "tensor", layer)
     name, tensor = f"{theirs}.mlp.down_proj.weight", f"{ours}.mlp.linear_fc2.weight"
     yield Entry((name,), (tensor,), split_columns, merge_columns, "tensor", layer)
 
 
-def _sparse_mlp(sizes: MapSizes, layer: int) -> Iterator[Entry]:
+def _iter_sparse_mlp(sizes: MapSizes, layer: int) -> Iterator[Entry]:
     theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
-    yield _whole(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight", layer=layer)
-    yield _whole(f"{theirs}.mlp.gate.weight", f"{ours}.mlp.router.weight", layer=layer)
+    yield _build_whole(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight", layer=layer)
+    yield _build_whole(f"{theirs}.mlp.gate.weight", f"{ours}.mlp.router.weight", layer=layer)
     deal = _Experts(sizes.expert_ranks)
     for name, part, split, merge in (
         ("gate_up_proj", "linear_fc1", deal.split_gate_up, deal.merge_gate_up),
@@ -146,7 +147,7 @@ def _sparse_mlp(sizes: MapSizes, layer: int) -> Iterator[Entry]:
         yield Entry((f"{theirs}.mlp.experts.{name}",), tensors, split, merge, "expert", layer, stacked=True)
 
 
-def _whole(name: str, tensor: str, *, layer: int | None = None, is_output: bool = False) -> Entry:
+def _build_whole(name: str, tensor: str, *, layer: int | None = None, is_output: bool = False) -> Entry:
     return Entry(
         (name,),
         (tensor,),
@@ -157,8 +158,8 @@ def _whole(name: str, tensor: str, *, layer: int | None = None, is_output: bool 
     )
 
 
-def local_name(tensor: str, first_layer: int) -> str:
-    """Return the name of a tensor on the pipeline stage whose first layer has the number `first_layer`."""
+def get_local_name(tensor: str, first_layer: int) -> str:
+    """Return the name of a tensor on the pipeline stage that starts at layer `first_layer`."""
     parts = tensor.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(int(parts[2]) - first_layer)
@@ -170,7 +171,7 @@ def local_name(tensor: str, first_layer: int) -> str:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of words, with padding at the end that transformers does not have."""
+    """Vocabulary rows, with padding at the end that transformers does not have."""
 
     num_words: int
     padded: int
@@ -227,14 +228,14 @@ class _HeadGroups:
 
 @dataclass(frozen=True)
 class _Experts:
-    """Experts dealt to `expert_ranks` ranks in consecutive blocks; each divided over the ranks of expert-tensor
+    """Experts distributed to `expert_ranks` ranks in consecutive blocks; each sharded over the ranks of expert-tensor
     parallelism, which are the inner ones: rank = expert rank x (ranks / expert ranks) + tensor rank."""
 
     expert_ranks: int
 
     def split_gate_up(self, whole: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
         """[E, 2 I, H] -> [E / expert ranks, 2 I / tensor ranks, H]."""
-        own, place, inner = self._own(whole[0], rank, size)
+        own, place, inner = self._select_own(whole[0], rank, size)
         gate, up = own.chunk(2, dim=1)
         return torch.cat([gate.chunk(inner, dim=1)[place], up.chunk(inner, dim=1)[place]], dim=1)
 
@@ -243,20 +244,20 @@ class _Experts:
             gates, ups = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
             return torch.cat([*gates, *ups], dim=1)
 
-        return [torch.cat([gather_parts(parts) for parts in self._by_expert_rank(shards)])]
+        return [torch.cat([gather_parts(parts) for parts in self._group_by_expert_rank(shards)])]
 
     def split_down(self, whole: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
         """[E, H, I] -> [E / expert ranks, H, I / tensor ranks]."""
-        own, place, inner = self._own(whole[0], rank, size)
+        own, place, inner = self._select_own(whole[0], rank, size)
         return own.chunk(inner, dim=2)[place]
 
     def merge_down(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [torch.cat([torch.cat(list(parts), dim=2) for parts in self._by_expert_rank(shards)])]
+        return [torch.cat([torch.cat(list(parts), dim=2) for parts in self._group_by_expert_rank(shards)])]
 
-    def _own(self, whole: torch.Tensor, rank: int, size: int) -> tuple[torch.Tensor, int, int]:
+    def _select_own(self, whole: torch.Tensor, rank: int, size: int) -> tuple[torch.Tensor, int, int]:
         inner = size // self.expert_ranks
         return whole.chunk(self.expert_ranks)[rank // inner], rank % inner, inner
 
-    def _by_expert_rank(self, shards: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+    def _group_by_expert_rank(self, shards: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
         inner = len(shards) // self.expert_ranks
         return (shards[start : start + inner] for start in range(0, len(shards), inner))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from skyrl_train.algorithms.distillation import candidate_kl
+from skyrl_train.algorithms.distillation import compute_candidate_kl
 from skyrl_train.algorithms.kl import compute_approx_kl
 from skyrl_train.algorithms.losses import PolicyLoss, importance_ratio
 from skyrl_train.algorithms.reduction import weighted_sum
@@ -98,7 +98,7 @@ def _divergence(
     trains = mask != 0
     with_tail = settings.tokens == "top_k"
     # Rows of padding hold no distribution: only tokens that train are computed.
-    own = candidate_kl(student[trains], teacher[trains], settings.kl, with_tail=with_tail)
+    own = compute_candidate_kl(student[trains], teacher[trains], settings.kl, with_tail=with_tail)
     return torch.zeros_like(mask, dtype=own.dtype).masked_scatter(trains, own)
 
 

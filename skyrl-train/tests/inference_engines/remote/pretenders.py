@@ -12,14 +12,14 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from skyrl_train.distributed.process_group import free_port
+from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train_testing.engine_conformance.model import VOCABULARY
 
 
 @contextmanager
 def serving(app: FastAPI, port: int | None = None) -> Iterator[str]:
     """`app` on loopback while the block runs; its URL."""
-    port = port or free_port()
+    port = port or find_free_port()
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pretenders import forever, like_vllm, serving, something_else, spelled
 from transformers import AutoTokenizer
 
-from skyrl_train.distributed.process_group import free_port
+from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train.errors import ConfigError, UnsupportedByEngine, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.remote.check import check_server
@@ -58,7 +58,7 @@ def test_an_address_that_is_none_is_refused(address: str, served_model: str) -> 
 
 
 def test_a_server_that_does_not_run_is_named(served_model: str) -> None:
-    port = free_port()
+    port = find_free_port()
     with pytest.raises(WorkerError, match=f"127.0.0.1:{port} cannot be reached .* is it running"):
         connect(f"127.0.0.1:{port}", served_model)
 
@@ -167,7 +167,7 @@ async def test_a_request_that_is_never_answered_ends_at_its_deadline(served_mode
 @pytest.mark.slow
 async def test_a_server_that_dies_in_mid_request_is_named_and_then_cannot_be_reached(served_model: str) -> None:
     """A process of its own, which ends at the first request."""
-    port = free_port()
+    port = find_free_port()
     script = (
         f"import sys; sys.path[:0] = {[str(Path(__file__).parent)]!r}\n"
         "import time\nfrom pretenders import die, like_vllm, serving\n"

@@ -72,7 +72,7 @@ def _build_training(settings: SkyRLTrainSettings, engines: SkyRLConfig, base_mod
 
 def _has_head_adapters(engines: SkyRLConfig) -> bool:
     """Return True if the engines compute adapters of the output layer."""
-    return EngineRegistry.requirements(engines.generator.backend).output_layer_adapters
+    return EngineRegistry.get_requirements(engines.generator.backend).output_layer_adapters
 
 
 class SamplingWithRay(EngineSampling):

@@ -106,7 +106,7 @@ class SkyRLTrainSettings:
             ConfigError: of skyrl_train.
         """
         placement = PlacementConfig(colocate_all=False, policy_num_gpus_per_node=self.num_processes, device=self.device)
-        placement.device = placement.resolved_device()
+        placement.device = placement.resolve_device()
         model = {"path": str(base_model), "lora": {"rank": self.max_lora_rank}}
         trainer = {"policy": {"model": model}, "placement": asdict(placement), "run_dir": str(run_folder)}
         dtype = self.resolved_dtype(placement.device)
@@ -126,7 +126,7 @@ class SkyRLTrainSettings:
         return defaults | {"weight_sync_strategy": "adapter"} | dict(self.generator)
 
     def _get_adapter_limits(self, backend: str) -> dict[str, Any]:
-        keyword, spare = EngineRegistry.requirements(backend).adapter_slots
+        keyword, spare = EngineRegistry.get_requirements(backend).adapter_slots
         return {keyword: self.max_loaded_adapters + spare}
 
 

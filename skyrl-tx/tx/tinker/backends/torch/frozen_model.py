@@ -15,12 +15,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.cpu_linear import use_onednn_linear
-from skyrl_train.models.linear_attention import use_delta_nets
-from skyrl_train.models.lora import PARTS_OF_EXPERTS, has_fused_experts, parts_beside_decoder
-from skyrl_train.models.quantized import quantization_of
-from skyrl_train.models.scoring import logit_rule
-from skyrl_train.models.scoring_check import differing_rules, unknown_layers
+from skyrl_train.models.cpu_linear import enable_onednn_linear
+from skyrl_train.models.linear_attention import replace_delta_nets
+from skyrl_train.models.lora import PARTS_OF_EXPERTS, find_non_text_modules, has_fused_experts
+from skyrl_train.models.quantized import describe_quantization
+from skyrl_train.models.scoring import read_logit_rule
+from skyrl_train.models.scoring_check import find_differing_rules, find_unknown_layers
 from skyrl_train.models.weight_files import WeightFiles, apply_dtype_plan, fill_buffers, open_on_all_ranks
 from tx.tinker.backends.torch.adapters import Adaptable, AdaptedLinear, FrozenLinear, Site
 from tx.tinker.backends.torch.experts import adapt_experts, has_experts_in_lists, has_standard_file_names
@@ -62,8 +62,8 @@ class FrozenModel:
         """Something in it would depend on the rows of others: frequencies of positions that follow from the longest row
         of a pass, experts that are not known here."""
         head_name, head = _find_output_layer(model, folder)
-        use_delta_nets(model)
-        beside = parts_beside_decoder(model)
+        replace_delta_nets(model)
+        beside = find_non_text_modules(model)
         modules = {name: module for name, module in model.named_modules() if name not in {head_name, *beside}}
         others = PARTS_OF_EXPERTS if has_fused_experts(model) else frozenset[str]()
         experts = adapt_experts(model)
@@ -84,10 +84,10 @@ class FrozenModel:
             logger.info("experts of %s have no adapters: train_mlp has no effect on them", folder)
         self.sites.append(Site(head_name, "unembed", head.in_features, head.out_features))
         self.head_name = head_name
-        self.head = Head(FrozenLinear(head), logit_rule(model.config), settings.chunk_size)
+        self.head = Head(FrozenLinear(head), read_logit_rule(model.config), settings.chunk_size)
         # Of the layers above, this changes only the class: the object's own `forward` still takes precedence.
         if self.device.type == "cpu":
-            use_onednn_linear(model)
+            enable_onednn_linear(model)
             self.one_model_a_pass |= has_experts_in_lists(model) or (has_fused_experts(model) and not experts)
         _check(self, folder)
 
@@ -115,7 +115,7 @@ def _load(folder: Path, settings: TrainingSettings, ranks: RankGroup) -> Any:
         raise ConfigError(
             f"{folder} ({config.model_type}) has an encoder: only causal language models are trained here"
         )
-    if quantization := quantization_of(config):
+    if quantization := describe_quantization(config):
         raise ConfigError(f"{folder} cannot be trained here: {quantization}")
     options = dict(
         dtype=settings.torch_dtype, attn_implementation=ATTENTION, trust_remote_code=settings.trust_remote_code
@@ -201,11 +201,11 @@ def _check(base: FrozenModel, folder: Path) -> None:
     rows = [generator.integers(base.vocab_size, size=length) for length in (7, 3, 1)]
     data = [Datum(tokens, {"target_tokens": np.roll(tokens, -1)}) for tokens in rows]
     layout = build_layout([data], base.device)
-    if unknown := unknown_layers(base.model):
+    if unknown := find_unknown_layers(base.model):
         raise ConfigError(f"{folder} cannot be trained here: it has layers of another kind ({unknown})")
     try:
         scored = base.head.score(base.compute_hidden_states(layout), Targets.of(data), None)
-        problem = differing_rules(base.model.config.get_text_config(), layout.rows)
+        problem = find_differing_rules(base.model.config.get_text_config(), layout.rows)
         base.model.set_attn_implementation("eager")
         expected = torch.cat([_has_own_log_probs(base, tokens) for tokens in rows])
     except ValueError as error:  # what attention refuses

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from skyrl_train.models.attention import AttentionRule, causal_attention, check_arguments, packed_attention
+from skyrl_train.models.attention import AttentionRule, check_arguments, compute_causal_attention, packed_attention
 from skyrl_train.models.packing import PackedRows
 from tx.tinker.types import Datum
 
@@ -80,7 +80,7 @@ class Rows(PackedRows):
     def by_rows(self, compute: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
         """See `PackedRows`. On a CPU each datum is padded to a length that follows from its own alone."""
         if not self.groups_of_slots:
-            return super().by_rows(compute, *tensors)
+            return super().apply_by_rows(compute, *tensors)
         in_slots = [self.to_slots(x) for x in tensors]
         answers = [
             compute(
@@ -274,7 +274,7 @@ def compute_rows_attention(
             .transpose(1, 2)
             for x in in_slots
         )
-        answers.append(causal_attention(q, k, v, rule).transpose(1, 2).flatten(0, 1))
+        answers.append(compute_causal_attention(q, k, v, rule).transpose(1, 2).flatten(0, 1))
     answer = packed_rows.to_tokens(answers[0] if len(answers) == 1 else torch.cat(answers))
     return answer[None].contiguous(), None
 

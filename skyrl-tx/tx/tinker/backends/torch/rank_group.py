@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 
 from skyrl_train.config import FSDPConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.weight_files import WeightFiles, transformer_blocks
-from skyrl_train.training_backends.fsdp2.sharding import load_from_files, load_whole_state, values_beside_files
+from skyrl_train.models.weight_files import WeightFiles, get_transformer_blocks
+from skyrl_train.training_backends.fsdp2.sharding import get_non_file_values, load_from_files, load_whole_state
 from tx.tinker.backends.torch.layout import split_by_tokens
 from tx.tinker.types import Datum
 
@@ -123,8 +123,8 @@ class RankGroup:
             parameter = model.get_parameter(name)  # some stay float32 when they are loaded
             parameter.data = parameter.data.to(dtype)
         # Taken before sharding, which replaces the parameters by shards.
-        values = values_beside_files(model) if files is not None else model.state_dict() if self.rank == 0 else {}
-        blocks = transformer_blocks(model)
+        values = get_non_file_values(model) if files is not None else model.state_dict() if self.rank == 0 else {}
+        blocks = get_transformer_blocks(model)
         if not blocks:
             raise ConfigError(
                 f"{folder} cannot be divided over processes: its class does not name its blocks (_no_split_modules). "

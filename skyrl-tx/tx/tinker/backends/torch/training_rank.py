@@ -8,7 +8,7 @@ import torch
 from loguru import logger
 from torch.distributed.tensor import DTensor
 
-from skyrl_train.distributed.process_group import free_port, make_mesh
+from skyrl_train.distributed.process_group import build_mesh, find_free_port
 from skyrl_train.training_backends.base import ParallelInfo, RankInfo, join_process_group
 from skyrl_train.utils.nodes import node_address
 from tx.tinker.backends.base import Failure
@@ -64,7 +64,7 @@ class TrainingRank:
 
     def find_rendezvous_point(self) -> tuple[str, int]:
         """Return an address and free port of this machine for the process group's rendezvous."""
-        return node_address(), free_port()
+        return node_address(), find_free_port()
 
     def init_model(self, info: RankInfo) -> ParallelInfo:
         """Join the process group and load the model. A collective.
@@ -73,7 +73,7 @@ class TrainingRank:
             ConfigError: a wrong setting, a model that cannot be trained here.
         """
         join_process_group(info, self._timeout_seconds)
-        rank_group = RankGroup(info.rank, info.world_size, make_mesh(torch.device(info.device)))
+        rank_group = RankGroup(info.rank, info.world_size, build_mesh(torch.device(info.device)))
         self._training = RankTraining(self._folder, rank_group, **{**self._settings, "device": info.device})
         return ParallelInfo(rank=info.rank, world_size=info.world_size)
 
