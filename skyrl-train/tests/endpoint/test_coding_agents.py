@@ -66,7 +66,7 @@ async def run(program: list[str], folder: Path, environment: dict[str, str]) -> 
 
 @pytest.mark.full
 @pytest.mark.parametrize("agent", ["claude", "codex"])
-async def test_a_coding_agent_works_unchanged_and_is_recorded_as_one_chain(agent, tmp_path, test_data):
+async def test_unmodified_coding_agent_is_recorded_as_single_chain(agent, tmp_path, test_data):
     if shutil.which(agent) is None:
         pytest.skip(f"{agent} is not installed")
     tokenizer = AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen2.5")

@@ -12,14 +12,14 @@ from skyrl_train.endpoint.openai_api.tool_calls import (
 from .conftest import TOOL_TEMPLATE
 
 
-def test_tool_syntax_follows_the_chat_template():
+def test_tool_syntax_follows_chat_template():
     assert tool_syntax("auto", TOOL_TEMPLATE) == "hermes"
     assert tool_syntax("auto", 'Respond with {"name": …, "parameters": …}') == "llama3_json"
     assert tool_syntax("auto", None) == "hermes"
     assert tool_syntax("llama3_json", TOOL_TEMPLATE) == "llama3_json"
 
 
-def test_arguments_reach_the_template_as_an_object_and_parts_as_a_text():
+def test_template_receives_arguments_as_object_and_parts_as_text():
     messages = [
         Message.model_validate({"role": "developer", "content": [{"type": "text", "text": "a"}] * 2}),
         Message.model_validate(

@@ -126,7 +126,7 @@ def assert_each_was_answered_once(engines: Engines, num_times: int = 1) -> None:
     assert engines.answered == {tuple(prompt): num_times for prompt in PROMPTS}
 
 
-async def test_an_engine_killed_while_it_generates(start: Start):
+async def test_outputs_unchanged_when_engine_is_killed_while_generating(start: Start):
     async with start([0.03, 0.03]) as (client, engines):
         undisturbed = await client.generate_batch(batch())
         engines.answered.clear()
@@ -148,7 +148,7 @@ async def test_an_engine_killed_while_it_generates(start: Start):
 
 
 @pytest.mark.full
-async def test_an_engine_killed_while_all_are_paused(start: Start):
+async def test_outputs_unchanged_when_engine_is_killed_while_paused(start: Start):
     async with start([0.03, 0.03]) as (client, engines):
         undisturbed = await client.generate_batch(batch())
         for mode in ("keep", "abort"):
@@ -165,7 +165,7 @@ async def test_an_engine_killed_while_all_are_paused(start: Start):
 
 
 @pytest.mark.full
-async def test_a_stopped_engine_counts_as_dead_and_is_replaced(start: Start):
+async def test_stopped_engine_is_replaced(start: Start):
     async with start([0.03, 0.03]) as (client, engines):
         undisturbed = await client.generate_batch(batch())
         engines.answered.clear()
@@ -188,7 +188,7 @@ async def test_a_stopped_engine_counts_as_dead_and_is_replaced(start: Start):
 
 
 @pytest.mark.full
-async def test_an_engine_in_a_long_prompt_is_not_taken_for_dead(start: Start):
+async def test_engine_in_long_prefill_is_not_replaced(start: Start):
     async with start([0.0], seconds_of_first_prompt=5.0, engine_health_interval_seconds=1.2) as (client, _):
         began = time.monotonic()
         await client.generate_batch(batch(PROMPTS[:1]))
@@ -197,7 +197,7 @@ async def test_an_engine_in_a_long_prompt_is_not_taken_for_dead(start: Start):
 
 
 @pytest.mark.full
-async def test_engines_die_again_and_again(start: Start):
+async def test_outputs_unchanged_under_repeated_engine_crashes(start: Start):
     """Each time others: every answer is that of an undisturbed run, and none is given twice."""
     async with start([0.03, 0.03, 0.03], max_engine_restarts=9, max_requests_per_engine=3) as (client, engines):
         undisturbed = await client.generate_batch(batch())

@@ -53,7 +53,7 @@ def engine_maker(model: str) -> Callable[[], Any]:
     return make
 
 
-async def test_control_calls_do_not_queue_behind_requests(ray_cpu: None, chat_model: str, tmp_path: Path):
+async def test_control_calls_bypass_request_queue(ray_cpu: None, chat_model: str, tmp_path: Path):
     log_file = str(tmp_path / "engine.log")
     actor = engine_actor(num_cpus=0, max_concurrency=CALLS_AT_A_TIME).remote(engine_maker(chat_model), log_file)
     engine = RayWrappedInferenceEngine(actor, "engine 0", log_file, 300, 300, 300)

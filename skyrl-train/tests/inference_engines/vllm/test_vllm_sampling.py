@@ -19,7 +19,7 @@ def test_seed_is_number_or_pair():
     assert [vllm_split_seed(given)[1] for given in ({"seed": 5}, {"seed": [5, 2]}, {})] == [(5, 0), (5, 2), None]
 
 
-def test_seeds_differ_by_seed_by_index_and_by_the_length_of_the_prompt():
+def test_seeds_differ_by_seed_index_and_prompt_length():
     cases = [((1, 0), 7), ((2, 0), 7), ((1, 1), 7), ((1, 0), 8)]
     numbers = [seed_of(pair, length) for pair, length in cases]
     assert len(set(numbers)) == 4
@@ -36,19 +36,19 @@ def test_seeds_differ_by_seed_by_index_and_by_the_length_of_the_prompt():
         ({"seed": [1]}, "seed"),
     ],
 )
-def test_settings_that_vllm_changes_silently_are_refused(given: dict, named: str):
+def test_settings_silently_changed_by_vllm_are_rejected(given: dict, named: str):
     with pytest.raises(ValueError, match=named):
         vllm_split_seed(given)
 
 
-def test_a_server_is_told_every_keyword_so_that_its_own_defaults_change_nothing():
+def test_server_request_sets_all_sampling_keywords():
     body = http_sampling(EngineSamplingParams.from_dict({"max_tokens": 4, "stop": "end"}), 9)
     assert body["repetition_penalty"] == 1.0 and body["top_p"] == 1.0 and body["top_k"] == -1 and body["min_p"] == 0.0
     assert body["stop"] == ["end"] and body["include_stop_str_in_output"] is True
     assert body["seed"] == 9 and body["max_tokens"] == 4 and body["logprobs"] == 0
 
 
-def test_constraints_penalties_and_biases_in_vllms_words():
+def test_constraints_penalties_and_biases_for_vllm():
     given = {"frequency_penalty": 0.5, "presence_penalty": -1, "logit_bias": {7: 2.0}, "logprobs": 3}
     body = http_sampling(
         EngineSamplingParams.from_dict(given | {"constraint": {"json_schema": {"type": "null"}}}), None
@@ -67,7 +67,7 @@ def test_constraints_penalties_and_biases_in_vllms_words():
         http_sampling(EngineSamplingParams.from_dict({"constraint": {"json_schema": "{"}}), None)
 
 
-def test_constraints_penalties_and_biases_in_sglangs_words():
+def test_constraints_penalties_and_biases_for_sglang():
     protocol = SGLangProtocol(ServerConnection("127.0.0.1:9", 1.0), 1.0)
     params = EngineSamplingParams.from_dict(
         {"frequency_penalty": 0.5, "logit_bias": {7: 2.0}, "constraint": {"json_schema": {"type": "null"}}}
@@ -82,7 +82,7 @@ def test_constraints_penalties_and_biases_in_sglangs_words():
         protocol._check(EngineSamplingParams(logprobs=2, presence_penalty=1.0), None)
 
 
-def test_likeliest_tokens_of_servers():
+def test_top_log_probs_of_servers():
     """vLLM counts the token drawn among them; both name ids."""
     place = {"token_id": 4, "logprob": -3.0}
     others = [place, {"token_id": 9, "logprob": -0.5}, {"token_id": 2, "logprob": -1.0}]
@@ -93,7 +93,7 @@ def test_likeliest_tokens_of_servers():
     assert vllm.log_probs.tolist() == sglang.log_probs.tolist() == [[-0.5, -1.0]]
 
 
-def test_log_probs_are_those_of_the_divided_logits_and_of_the_plain_ones_where_greedy():
+def test_log_probs_use_temperature_except_when_greedy():
     logits = torch.tensor([[0.0, 2.0], [0.0, 2.0]])
     found = tempered_log_softmax(logits, torch.tensor([2.0, 0.0]))
     expected = [[-1.3132617, -0.3132617], [-2.126928, -0.126928]]  # log softmax of (0, 1) and of (0, 2)
