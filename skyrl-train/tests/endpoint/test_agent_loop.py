@@ -33,7 +33,7 @@ async def test_agent_conversation_becomes_single_sample_of_sampled_tokens(tool_e
     assert between == "<start>tool:5<end><start>assistant:<start>user:And then?<end><start>assistant:"
     assert output["weight_versions"] == [[0 if own else -1 for own in mask]]
     assert output["rewards"] == [[0.0] * (len(response) - 1) + [1.0]]
-    assert recorder.sessions() == []
+    assert recorder.list_sessions() == []
 
     model = AutoModelForCausalLM.from_pretrained(tool_model, dtype=torch.float32)
     with torch.no_grad():

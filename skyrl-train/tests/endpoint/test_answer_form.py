@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field
 
 from skyrl_gym.chat.tool_calls import split_tool_calls
 from skyrl_train.endpoint.errors import ApiError
-from skyrl_train.endpoint.openai_api.answer_form import answer_form, constraint_of, thought_mode
+from skyrl_train.endpoint.openai_api.answer_form import build_constraint, get_thought_mode, parse_answer_form
 from skyrl_train.endpoint.openai_api.prompts import EndpointTemplate
-from skyrl_train.endpoint.openai_api.schema import ChatRequest, checked
+from skyrl_train.endpoint.openai_api.schema import ChatRequest, parse_fields
 from skyrl_train.inference_engines.native.constrained import ConstraintCompiler
 from skyrl_train_testing.tiny_models import character_tokenizer
 
@@ -61,11 +61,11 @@ def matcher_of(values: dict[str, Any], template: str, prompt: str = "assistant:"
     """The matcher of answers to a request with these fields, and its tokenizer."""
     tokenizer = character_tokenizer(template, added_tokens=list(added))
     endpoint = EndpointTemplate(tokenizer)
-    form = answer_form(checked(ChatRequest, {"model": "tiny", "messages": HELLO} | values))
+    form = parse_answer_form(parse_fields(ChatRequest, {"model": "tiny", "messages": HELLO} | values))
     syntax = "llama3_json" if "parameters" in template else "hermes"
-    constraint = constraint_of(form, thought_mode(endpoint, prompt), endpoint, syntax)
+    constraint = build_constraint(form, get_thought_mode(endpoint, prompt), endpoint, syntax)
     assert constraint is not None
-    return ConstraintCompiler(tokenizer, len(tokenizer), [1])._matcher(constraint, []), tokenizer
+    return ConstraintCompiler(tokenizer, len(tokenizer), [1])._build_matcher(constraint, []), tokenizer
 
 
 def accepts(matcher_and_tokenizer: Any, text: str) -> bool:
@@ -404,4 +404,4 @@ async def test_penalties_and_biases_reach_engine(chat_client):
     ],
 )
 def test_reasoning_effort_sets_template_variables(source, effort, kwargs):
-    assert EndpointTemplate(character_tokenizer(source)).kwargs_of_effort(effort) == kwargs
+    assert EndpointTemplate(character_tokenizer(source)).get_effort_kwargs(effort) == kwargs

@@ -6,8 +6,8 @@ import anthropic
 import httpx
 import pytest
 
-from skyrl_train.endpoint.anthropic_api.schema import MessagesRequest, parsed
-from skyrl_train.endpoint.anthropic_api.translation import chat_request
+from skyrl_train.endpoint.anthropic_api.schema import MessagesRequest, parse_request
+from skyrl_train.endpoint.anthropic_api.translation import convert_request
 from skyrl_train.endpoint.recorder import RequestRecorder
 
 from .conftest import serving
@@ -77,7 +77,7 @@ async def test_thoughts_and_parallel_tools_form_single_row(streams, opened):
     [({"top_p": 0, "top_k": 5}, (None, 1)), ({"top_p": 0.5, "top_k": 5}, (0.5, 5)), ({"top_k": 0}, (None, None))],
 )
 def test_top_p_0_is_greedy_and_top_k_0_is_disabled(asked, drawn):
-    request = chat_request(parsed(MessagesRequest, json.dumps(ASK | asked).encode()))
+    request = convert_request(parse_request(MessagesRequest, json.dumps(ASK | asked).encode()))
     assert (request.top_p, request.top_k) == drawn
 
 

@@ -16,13 +16,13 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 
 def by_messages(**fields) -> ChatRequest:
     body = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "?"}]} | fields
-    return of_messages.chat_request(messages.parsed(messages.MessagesRequest, json.dumps(body).encode()))
+    return of_messages.convert_request(messages.parse_request(messages.MessagesRequest, json.dumps(body).encode()))
 
 
 def by_responses(**fields) -> ChatRequest:
     raw = json.dumps({"model": "tiny", "input": "?"} | fields).encode()
-    request = responses_schema.parsed_responses(raw)
-    return responses_translation.chat_request(request, [{"role": "user", "content": "?"}])
+    request = responses_schema.parse_responses_request(raw)
+    return responses_translation.convert_request(request, [{"role": "user", "content": "?"}])
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_least_recently_used_sessions_are_evicted(template):
     for session in ("a", "b", "c"):
         memory.remember(session, 1, "", list(range(90)), [(Said.of({"role": "assistant", "content": "x"}), [1, 2])])
     conversation = [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]
-    assert [memory.may_know(session, conversation) for session in ("a", "b", "c")] == [False, True, True]
+    assert [memory.has_candidate(session, conversation) for session in ("a", "b", "c")] == [False, True, True]
 
 
 @pytest.mark.parametrize("name, keeps_thoughts", [("qwen3_with_thinking", True), ("qwen3_without_thinking", False)])

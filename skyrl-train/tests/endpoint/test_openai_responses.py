@@ -182,9 +182,9 @@ def test_full_store_evicts_oldest_responses():
     store = ResponseStore(max_bytes=400)
     for name in ("a", "b", "c"):
         store.keep({"id": name}, [{"role": "user", "content": "x" * 100}], None)
-    assert store.items("c", None)
+    assert store.get_items("c", None)
     with pytest.raises(Exception, match="not found"):
-        store.items("a", None)
+        store.get_items("a", None)
     store.delete("b", None)
     assert store._num_bytes == store._stored["c"].num_bytes
 

@@ -63,15 +63,15 @@ def test_sessions_are_removed_when_taken_or_memory_is_full():
     recorder = RequestRecorder(max_bytes=int(2.5 * size.num_bytes))
     for name in ("a", "b", "c"):
         recorder.record(name, [turn([1, 2, 3], [4], 0)])
-    assert recorder.sessions() == ["b", "c"]
+    assert recorder.list_sessions() == ["b", "c"]
     assert recorder.num_dropped_sessions == 1
     assert len(recorder.take("b")) == 1
     assert recorder.take("b") == []
     recorder.record("d", [turn([1, 2, 3], [4], 0)])
-    assert recorder.sessions() == ["c", "d"]
+    assert recorder.list_sessions() == ["c", "d"]
     recorder.begin("c", SessionRules())  # anew
     recorder.take("d")
-    assert (recorder.sessions(), recorder.num_bytes) == ([], 0)
+    assert (recorder.list_sessions(), recorder.num_bytes) == ([], 0)
 
 
 async def test_sessions_without_turns_are_not_evicted():
@@ -80,7 +80,7 @@ async def test_sessions_without_turns_are_not_evicted():
         recorder.begin(name, SessionRules())
     for name in ("a", "b"):
         recorder.record(name, [turn([1, 2, 3], [4], 0)])
-    assert recorder.sessions() == ["b"]
+    assert recorder.list_sessions() == ["b"]
     assert (await recorder.admit("waits")).max_tokens is None
 
 
@@ -91,7 +91,7 @@ async def test_session_has_turn_and_token_budgets():
     assert [(admission.seeds, admission.max_tokens) for admission in admissions] == [((70,), 5), ((71,), 3)]
     rules = SessionRules(max_tokens=3, sampling={"temperature": 1.0}, ignored=("top_k",))
     recorder.begin("tokens", rules)
-    assert rules.keywords({"top_k": 5, "top_p": 0.5}) == {"top_p": 0.5, "temperature": 1.0}
+    assert rules.build_keywords({"top_k": 5, "top_p": 0.5}) == {"top_p": 0.5, "temperature": 1.0}
     three = await recorder.admit("tokens", num_choices=3)
     assert three.max_tokens == 1, "three answers of a token"
     recorder.release(three)
@@ -182,7 +182,7 @@ async def test_full_context_is_recoverable_by_shortening_conversation():
     recorder = RequestRecorder()
     recorder.begin("a", SessionRules(max_turns=1))
     await recorder.admit("a")
-    recorder.context_is_full("a")
+    recorder.record_full_context("a")
     recorder.record("a", [turn([1], [2], 0)])
     assert recorder.take_record("a").used_up is None
     recorder.begin("a", SessionRules(max_turns=1))

@@ -37,7 +37,7 @@ async def test_session_keys_and_urls_select_only_their_session(chat_engine, chat
         await ask(api_key="secret", default_headers={"X-Session-ID": "by-header"})
         await ask(api_key=server.session_key("both"), base_url=server.session_url("both"))
         await ask(api_key="secret")  # of no session
-        assert sorted(recorder.sessions()) == sorted(["by-key", STRANGE, "by-header", "both"])
+        assert sorted(recorder.list_sessions()) == sorted(["by-key", STRANGE, "by-header", "both"])
 
         with pytest.raises(openai.PermissionDeniedError, match="the key is that of session 'a'"):
             await ask(api_key=server.session_key("a"), base_url=server.session_url("b"))
@@ -49,7 +49,7 @@ async def test_session_keys_and_urls_select_only_their_session(chat_engine, chat
             await ask(api_key=EndpointKeys("another").of_session("a"))
         with pytest.raises(openai.AuthenticationError):  # a URL is no key
             await ask(api_key="any", base_url=server.session_url("a"))
-        assert len(recorder.sessions()) == 4
+        assert len(recorder.list_sessions()) == 4
 
         async with httpx.AsyncClient(base_url=server.url) as plain:
             answer = await plain.get("/models", headers={"x-api-key": server.session_key("a")})
@@ -106,7 +106,7 @@ async def test_server_without_key_accepts_session_and_other_keys(chat_engine, ch
         for key in (server.session_key("a"), "any"):
             async with client_of(server, api_key=key) as client:
                 await client.completions.create(model="tiny", prompt="ab", max_tokens=1)
-        assert recorder.sessions() == ["a"]
+        assert recorder.list_sessions() == ["a"]
         async with client_of(server, api_key=server.session_key("a")[:-2] + "xx") as client:
             with pytest.raises(openai.AuthenticationError):
                 await client.models.list()
@@ -115,7 +115,7 @@ async def test_server_without_key_accepts_session_and_other_keys(chat_engine, ch
 def test_session_key_is_equal_in_all_processes_with_server_key():
     key = EndpointKeys("secret").of_session("größe/7")
     assert key == EndpointKeys("secret").of_session("größe/7")
-    assert EndpointKeys("secret").session_of(["x", key]) == "größe/7"
+    assert EndpointKeys("secret").find_session(["x", key]) == "größe/7"
 
 
 class EmptyAnswers:

@@ -335,7 +335,7 @@ def test_handle_is_picklable_for_weight_sender_ranks():
     """They get it in the first weight sync, when it has sent requests already."""
     handle = RayWrappedInferenceEngine(None, "engine 0", "engine.log", 300)
     loop = asyncio.new_event_loop()
-    handle._senders[loop] = RequestSender(handle._exchange)
+    handle._senders[loop] = RequestSender(handle._call_exchange)
     copied = pickle.loads(pickle.dumps(handle))
     assert copied.name == "engine 0" and len(copied._senders) == 0 and len(handle._senders) == 1
     loop.close()

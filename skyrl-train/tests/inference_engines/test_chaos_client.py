@@ -23,7 +23,7 @@ from skyrl_train.inference_engines.base import (
 )
 from skyrl_train.inference_engines.health import Health
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
-from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, engine_actor
+from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, build_engine_actor
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ class Engines:
         self.num_starts += 1
         log_file = str(self._folder / f"engine_{index}_{self.num_starts}.log")
         make = make_engine_of(self._model, self._seconds_a_step[index], self._first_prompt)
-        actor = engine_actor(num_cpus=1, max_concurrency=1000).remote(make, log_file)
+        actor = build_engine_actor(num_cpus=1, max_concurrency=1000).remote(make, log_file)
         return Counted(actor, f"engine {index}", log_file, 300, 300, 300)
 
 
@@ -206,7 +206,7 @@ async def test_outputs_unchanged_under_repeated_engine_crashes(start: Start):
         async def kill_now_and_then() -> None:
             for number in range(5):
                 await asyncio.sleep(1.0)
-                healthy = [i for i in range(3) if i in client._supervisor.with_health(Health.HEALTHY)]
+                healthy = [i for i in range(3) if i in client._supervisor.get_engines_with_health(Health.HEALTHY)]
                 if healthy:
                     os.kill(pid(client, healthy[number % len(healthy)]), signal.SIGKILL)
 

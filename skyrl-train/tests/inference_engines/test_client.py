@@ -19,7 +19,7 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineInput,
 )
 from skyrl_train.inference_engines.constraints import ConstraintFailed
-from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient, _common
+from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient, _get_common_report
 from skyrl_train.inference_engines.native.constrained import AnswerMatcher
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.weight_sync.base import WeightReport
@@ -437,6 +437,6 @@ async def test_client_reports_common_capabilities_of_engines(client, engines):
 
 def test_differing_engine_weights_are_detected():
     same = WeightReport(version=4, fingerprints={"a": 1, "b": 2})
-    assert _common([same, WeightReport(version=4, fingerprints={"b": 2, "a": 1})]) == same
+    assert _get_common_report([same, WeightReport(version=4, fingerprints={"b": 2, "a": 1})]) == same
     with pytest.raises(WeightSyncError, match="after version 4, engine 2 differs from engine 0: 1 differ: b"):
-        _common([same, same, WeightReport(version=4, fingerprints={"a": 1, "b": 3})])
+        _get_common_report([same, same, WeightReport(version=4, fingerprints={"a": 1, "b": 3})])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from skyrl_train.inference_engines.continuation import EngineCall, join, next_call
+from skyrl_train.inference_engines.continuation import EngineCall, build_next_call, join
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.request import Completion, GenerationRequest
 
@@ -25,7 +25,7 @@ def part(
 
 
 def step(params: dict[str, Any], *parts: Completion, max_model_len: int | None = None) -> EngineCall | Completion:
-    return next_call(PROMPT, params, parts, decode, max_model_len)
+    return build_next_call(PROMPT, params, parts, decode, max_model_len)
 
 
 def asks(text: str, **params: Any) -> EngineCall:
@@ -179,7 +179,7 @@ async def test_interrupted_completion_equals_uninterrupted(engine, chat_model, p
             assert whole.stop_reason == "stop"
         for _ in range(2):
             parts: list[Completion] = []
-            while isinstance(now := next_call(prompt, given, parts, decode, 256), EngineCall):
+            while isinstance(now := build_next_call(prompt, given, parts, decode, 256), EngineCall):
                 length = generator.randrange(0, 13)  # the engine is interrupted after so many tokens
                 budget = now.sampling_params["max_tokens"]
                 if length == 0:

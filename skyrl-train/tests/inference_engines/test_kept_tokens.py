@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from skyrl_train.errors import UnsupportedByEngine
 from skyrl_train.inference_engines.continuation import join
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
-from skyrl_train.inference_engines.native.sampling import SamplingBatch, random_key, sample, uniforms
+from skyrl_train.inference_engines.native.sampling import SamplingBatch, compute_random_key, compute_uniforms, sample
 from skyrl_train.inference_engines.request import Completion
-from skyrl_train.inference_engines.vllm.sampling import vllm_split_seed
+from skyrl_train.inference_engines.vllm.sampling import check_and_split_seed
 from skyrl_train.kept_tokens import KeptTokens, pad_kept_tokens
 from skyrl_train.models.scoring import ScoringModel
 
@@ -42,7 +42,7 @@ def test_sampled_token_is_among_kept_tokens(columns: Any, forbidden: list[int], 
     settings = SamplingBatch(
         temperature=torch.ones(draws), all_greedy=False, any_greedy=False, recorded=rows, **tensors
     )
-    uniform = torch.from_numpy(uniforms(np.full(draws, random_key(7, 0)), np.arange(draws)))
+    uniform = torch.from_numpy(compute_uniforms(np.full(draws, compute_random_key(7, 0)), np.arange(draws)))
     mask = torch.zeros(draws, 4, dtype=torch.bool)
     mask[:, forbidden] = True
     logits = torch.tensor([FOUR]).log().expand(draws, -1)
@@ -139,4 +139,4 @@ def test_settings_incompatible_with_kept_tokens_are_rejected(changes: dict[str, 
 
 def test_vllm_and_servers_reject_kept_tokens():
     with pytest.raises(UnsupportedByEngine, match="return_kept_tokens: the native engine alone"):
-        vllm_split_seed(RECORDED)
+        check_and_split_seed(RECORDED)

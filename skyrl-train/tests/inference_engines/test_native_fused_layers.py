@@ -13,7 +13,7 @@ from skyrl_train.inference_engines.native import fused_layers, packed_linear
 from skyrl_train.inference_engines.native.attention import ATTENTION_NAME
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.fused_layers import FusedDecoder, fuse_layers
-from skyrl_train.inference_engines.native.packed_linear import can_pack, pack_linears, stale_copies
+from skyrl_train.inference_engines.native.packed_linear import can_pack, find_stale_copies, pack_linears
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 from skyrl_train.weight_sync.fingerprint import VerificationSample
 
@@ -149,8 +149,8 @@ def test_stale_part_of_packed_copy_is_named(changed: str, monkeypatch: pytest.Mo
     model, sampling = make_model("qwen2"), VerificationSample(1, "full")
     fuse_layers(model)
     pack_linears(model)
-    assert stale_copies(model, sampling) == []
+    assert find_stale_copies(model, sampling) == []
     model.get_parameter(f"model.layers.1.self_attn.{changed}").add_(1)
-    assert stale_copies(model, sampling) == ["model.layers.1.self_attn.k_proj"]
+    assert find_stale_copies(model, sampling) == ["model.layers.1.self_attn.k_proj"]
     pack_linears(model)
-    assert stale_copies(model, sampling) == []
+    assert find_stale_copies(model, sampling) == []

@@ -22,7 +22,7 @@ from skyrl_train.inference_engines.native import packed_linear
 from skyrl_train.inference_engines.native.attention import MIN_ROWS
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.experts import PROJECTIONS
-from skyrl_train.inference_engines.native.lora import Lora, groups_of
+from skyrl_train.inference_engines.native.lora import Lora, group_rows_by_slot
 from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.inference_engines.native.packed_linear import pack_linears
 from skyrl_train.inference_engines.native.requests import NO_LORA, EngineSamplingParams, Request
@@ -89,7 +89,7 @@ pytestmark = [  # peft's
 def load(core: NativeEngineCore, folder: str, name: str = "first", version: int = 1) -> Lora:
     layers = read_lora(folder, core.model, 64)
     core.loras.load(LoraLoadRequest(name=name, path=folder, version=version), layers, "full")
-    lora = core.loras.named(name)
+    lora = core.loras.get_by_name(name)
     assert lora is not None
     return lora
 
@@ -236,7 +236,7 @@ def test_weight_update_reaches_adapted_layers(tiny_models, adapter, monkeypatch)
         for parameter in core.model.parameters():
             parameter.mul_(1.1)
     pack_linears(core.model)
-    core.take_version(7)
+    core.update_version(7)
     core.add_request(Request(prompt, EngineSamplingParams(max_tokens=10), (0, 1), lora))
     while not (outcomes := core.step()):
         pass
@@ -270,7 +270,7 @@ def test_bfloat16_adapters_are_close_to_peft(tiny_models, adapter):
 def test_rows_are_gathered_by_slot():
     """Rows 0, 3, 4 use slot 2 and row 2 uses slot 0: two groups of at least four places, slot 0 first."""
     slots = np.array([2, NO_LORA, 0, 2, 2])
-    groups = groups_of(slots, CPU, apart=False)
+    groups = group_rows_by_slot(slots, CPU, apart=False)
     assert groups is not None and groups.size == MIN_ROWS == 4
     assert isinstance(groups.slots, torch.Tensor) and groups.slots.tolist() == [0, 2]
     assert groups.gathered is not None and groups.gathered.tolist() == [2, 2, 2, 2, 0, 3, 4, 0]
@@ -279,12 +279,12 @@ def test_rows_are_gathered_by_slot():
 
 
 def test_single_adapter_for_all_rows_skips_gathering():
-    groups = groups_of(np.array([1, 1, 1, 1]), CPU, apart=True)
+    groups = group_rows_by_slot(np.array([1, 1, 1, 1]), CPU, apart=True)
     assert groups is not None and groups.slots == slice(1, 2) and groups.gathered is None
 
 
 def test_rows_without_adapters_form_no_groups():
-    assert groups_of(np.full(6, NO_LORA), CPU, apart=False) is None
+    assert group_rows_by_slot(np.full(6, NO_LORA), CPU, apart=False) is None
 
 
 # ---- the engine

@@ -23,7 +23,7 @@ def check_tree(tree: PrefixTree, num_steps: int = 400) -> None:
         tokens = generator.integers(3, size=generator.integers(1, 20))
         adapter = int(generator.integers(2))
         prefixes = [(adapter, tokens[: end + 1].tobytes()) for end in range(len(tokens))]
-        assert tree.match_length(tokens, adapter) == len(found := tree.match(tokens, adapter))
+        assert tree.get_match_length(tokens, adapter) == len(found := tree.match(tokens, adapter))
         assert [held[slot] for slot in found.tolist()] == prefixes[: len(found)]
         if tree.max_tokens > 10_000:  # nothing gives way: the longest known prefix is found
             assert len(found) == sum(prefix in known for prefix in prefixes)
@@ -105,7 +105,7 @@ def test_least_recently_used_sequence_is_evicted():
         tree.insert(np.array(tokens))
     tree.match(np.array(first))
     tree.insert(np.array([0, 0, 5, 5, 5]))  # shares two tokens of the first, three must go
-    lengths = [tree.match_length(np.array(tokens)) for tokens in (first, second, third)]
+    lengths = [tree.get_match_length(np.array(tokens)) for tokens in (first, second, third)]
     assert lengths == [4, 0, 4] and tree.num_tokens == 11
 
 
@@ -184,7 +184,7 @@ def answers_over_an_update(core: NativeEngineCore) -> list[Completion]:
     with torch.inference_mode():
         for parameter in core.model.parameters():
             parameter.mul_(1.1)
-    core.take_version(1)
+    core.update_version(1)
     done = {}
     while core.num_running:
         done |= core.step()
@@ -199,7 +199,7 @@ def keep_old_prefixes(core: NativeEngineCore) -> None:
 
 
 def keep_rows_of_both_weights(core: NativeEngineCore) -> None:
-    core.take_version = lambda version: (setattr(core, "weight_version", version), core.clear_prefixes())[0]
+    core.update_version = lambda version: (setattr(core, "weight_version", version), core.clear_prefixes())[0]
 
 
 @pytest.mark.parametrize("fault", [None, keep_old_prefixes, keep_rows_of_both_weights])
@@ -263,10 +263,10 @@ def test_prompt_chunks_are_dropped_on_abort_update_or_eviction(tiny_models):
     assert isinstance(aborted, Completion) and aborted.token_ids == []
     assert same(run(core, [ask(long, 1)]), [expected])
     assert core.num_prompt_tokens_computed == 300, "the part was computed once"
-    core.take_version(1)
+    core.update_version(1)
     core.add_request(request := ask(long, 1))
     core.step()
-    core.take_version(2)
+    core.update_version(2)
     assert same(run(core, [request]), [expected])
     assert core.num_prompt_tokens_computed == 2 * 300 + 64
     settings: list[dict[str, Any]] = [{"max_prefix_tokens": 299}, {"chunked_prefill": False}]

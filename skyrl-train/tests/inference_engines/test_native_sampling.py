@@ -12,11 +12,11 @@ from skyrl_train.inference_engines.native.requests import EngineSamplingParams
 from skyrl_train.inference_engines.native.sampling import (
     SamplingBatch,
     apply_repetition_penalty,
-    inverse_cdf,
-    random_key,
+    compute_random_key,
+    compute_uniforms,
     sample,
+    sample_by_inverse_cdf,
     truncate,
-    uniforms,
 )
 from skyrl_train.inference_engines.native.stop_strings import StopStringFinder
 
@@ -44,7 +44,7 @@ def settings(rows: int = 1, temperature: float = 1.0, **columns: float) -> Sampl
     ],
 )
 def test_sampling_selects_token_where_cumulative_sum_passes_uniform(weights, uniform, token):
-    drawn = inverse_cdf(torch.tensor([weights]), torch.tensor([uniform], dtype=torch.float64))
+    drawn = sample_by_inverse_cdf(torch.tensor([weights]), torch.tensor([uniform], dtype=torch.float64))
     assert drawn.tolist() == [token]
 
 
@@ -54,7 +54,7 @@ def test_blocked_sum_samples_same_token_as_single_sum():
     uniform = torch.rand(64, dtype=torch.float64)
     ends = weights.double().cumsum(-1)
     expected = (ends <= (uniform * ends[:, -1])[:, None]).sum(-1)
-    assert torch.equal(inverse_cdf(weights, uniform), expected)
+    assert torch.equal(sample_by_inverse_cdf(weights, uniform), expected)
 
 
 def test_sampling_rows_in_chunks_is_bit_exact(monkeypatch: pytest.MonkeyPatch):
@@ -70,8 +70,10 @@ def test_sampling_rows_in_chunks_is_bit_exact(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_uniforms_are_independent_over_requests_and_positions():
-    keys = np.array([random_key(seed, index) for seed in range(10) for index in range(10)])
-    table = np.stack([uniforms(keys, np.full(100, position)) for position in range(1000)])  # [1000 positions, 100 keys]
+    keys = np.array([compute_random_key(seed, index) for seed in range(10) for index in range(10)])
+    table = np.stack(
+        [compute_uniforms(keys, np.full(100, position)) for position in range(1000)]
+    )  # [1000 positions, 100 keys]
     counts = np.histogram(table, bins=20, range=(0, 1))[0]
     chi_square = ((counts - 5000) ** 2 / 5000).sum()
     assert chi_square < 43.8  # 19 degrees of freedom: 0.1 %
@@ -118,7 +120,7 @@ def test_truncation_of_four_tokens(columns, kept):
 )
 def test_frequencies_follow_distribution(columns, expected):
     draws = 20_000
-    uniform = torch.from_numpy(uniforms(np.full(draws, random_key(7, 0)), np.arange(draws)))
+    uniform = torch.from_numpy(compute_uniforms(np.full(draws, compute_random_key(7, 0)), np.arange(draws)))
     tokens, log_probs = sample(torch.tensor([FOUR]).log().expand(draws, -1), settings(draws, **columns), uniform)[:2]
     counts = torch.bincount(tokens, minlength=4).double()
     wanted = torch.tensor(expected, dtype=torch.float64) * draws

@@ -14,7 +14,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
-from skyrl_train.inference_engines.native.speculation import MAX_NGRAM, MIN_NGRAM, Places, look_up
+from skyrl_train.inference_engines.native.speculation import MAX_NGRAM, MIN_NGRAM, Places, find_drafts
 from skyrl_train.inference_engines.request import Completion
 from skyrl_train.models.routing_replay import RoutingReplay
 
@@ -36,7 +36,7 @@ GREEDY = EngineSamplingParams(max_tokens=60, temperature=0.0)
     ],
 )
 def test_look_up_proposes_tokens_after_last_match(tokens, num, drafts):
-    assert look_up(np.array(tokens), num).tolist() == drafts
+    assert find_drafts(np.array(tokens), num).tolist() == drafts
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(0, 6))
@@ -48,16 +48,16 @@ def test_look_up_finds_longest_matching_suffix(tokens, num):
     sequence = list(tokens)
     for index in range(num if found else 0):
         sequence.append(sequence[found[-1] + index])
-    assert look_up(np.array(tokens), num).tolist() == sequence[len(tokens) :]
+    assert find_drafts(np.array(tokens), num).tolist() == sequence[len(tokens) :]
 
 
 def test_drafts_are_accepted_up_to_first_mismatch():
     drafts = [np.array(own, np.int64) for own in ([5, 6], [], [7, 8, 9], [4])]
-    places = Places.of(drafts)
+    places = Places.from_drafts(drafts)
     assert places.rows.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3]
     assert places.offsets.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 0, 1]
     drawn = np.array([5, 6, 1, 3, 7, 0, 9, 2, 0, 4])
-    assert places.accepted(drafts, drawn).tolist() == [True] * 6 + [False] * 2 + [True, False]
+    assert places.compute_accepted(drafts, drawn).tolist() == [True] * 6 + [False] * 2 + [True, False]
 
 
 def answers(
@@ -151,7 +151,7 @@ def test_new_weights_apply_from_next_pass(tiny_models):
             done = core.step()
         with torch.no_grad():
             core.model.lm_head.weight.neg_()  # pyright: ignore
-        core.take_version(1)
+        core.update_version(1)
         while not done:
             done = core.step()
         return done[request]

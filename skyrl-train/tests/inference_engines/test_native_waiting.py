@@ -17,7 +17,7 @@ def request(group: str | None, *, length: int = 5, max_tokens: int | None = 4, s
 def admitted(waiting: Waiting, num_rows: int) -> str:
     """Return the order in which requests get rows, while there are any for them."""
     taken = []
-    while (chosen := waiting.next(num_rows - len(taken))) is not None:
+    while (chosen := waiting.get_next(num_rows - len(taken))) is not None:
         waiting.take(chosen)
         taken.append(chosen)
     return "".join(chosen.group or "." for chosen in taken)
@@ -48,13 +48,13 @@ def test_group_requests_start_in_arrival_order():
     for one in requests:
         waiting.add(one)
     for expected in requests[:3]:
-        assert waiting.next(4) is expected
+        assert waiting.get_next(4) is expected
         waiting.take(expected)
-    assert waiting.next(1) is None  # three are held and one row is free
-    waiting.give_back(requests[0])
-    assert waiting.next(2) is requests[3]
+    assert waiting.get_next(1) is None  # three are held and one row is free
+    waiting.release_row(requests[0])
+    assert waiting.get_next(2) is requests[3]
     assert waiting.remove(lambda one: one is requests[3]) == [requests[3]]
-    assert waiting.next(2) is requests[4] and len(waiting) == 1
+    assert waiting.get_next(2) is requests[4] and len(waiting) == 1
 
 
 def test_late_group_starts_despite_saturating_group(tiny_models):

@@ -97,32 +97,32 @@ async def test_samples_of_prompt_share_engine_while_load_is_even():
 async def test_expected_sessions_are_divided_evenly_in_whole_groups():
     router = open_router(2)
     groups = [[f"{prompt}_{sample}" for sample in range(8)] for prompt in range(8)]
-    router.announce(groups)
+    router.register_expected(groups)
     engines = {session: place(router, session, prompt=int(session[0])) for group in groups for session in group}
     assert sum(engines.values()) == 32
     assert all(len({engines[session] for session in group}) == 1 for group in groups), "whole groups"
-    router.withdraw_announcement(groups)
-    assert [router.num_under_way(engine) for engine in range(2)] == [32, 32]
+    router.remove_expected(groups)
+    assert [router.count_running(engine) for engine in range(2)] == [32, 32]
 
 
 async def test_single_expected_group_is_divided_over_engines():
     router = open_router(3)
-    router.announce([[f"s{index}" for index in range(10)]])
+    router.register_expected([[f"s{index}" for index in range(10)]])
     assert sorted(Counter(place(router, f"s{index}") for index in range(10)).values()) == [3, 3, 4]
 
 
 async def test_withdrawn_expected_sessions_count_as_no_load():
     router = open_router(2)
     groups = [["a", "b"], ["c", "d"], ["e"]]
-    router.announce(groups)  # three sessions on engine 0
+    router.register_expected(groups)  # three sessions on engine 0
     assert place(router, "other") == 1
-    router.withdraw_announcement(groups)
+    router.remove_expected(groups)
     assert place(router, "next") == 0
 
 
 async def test_expected_session_of_crashed_engine_is_reassigned():
     router = open_router(2)
-    router.announce([["a"], ["b"]])
+    router.register_expected([["a"], ["b"]])
     router.set_engines([1])
     assert place(router, "a") == 1
     router.set_engines([0, 1])
@@ -151,7 +151,7 @@ async def test_requests_above_limit_wait_in_order_of_arrival():
     assert granted(later) is None and router.num_waiting == 1
     release(router, 0)
     assert granted(later) == 0
-    assert router.num_under_way(0) == 2
+    assert router.count_running(0) == 2
 
 
 async def test_session_waits_only_when_all_engines_are_full():
@@ -183,7 +183,7 @@ async def test_withdrawn_entries_release_slots():
     taken = router.request_slot(0, SlotRequest())
     router.withdraw(router.request_slot(1, SlotRequest()))
     router.withdraw(taken)  # granted, but nobody came for it
-    assert (router.num_waiting, router.num_under_way(0)) == (0, 0)
+    assert (router.num_waiting, router.count_running(0)) == (0, 0)
     assert granted(router.request_slot(2, SlotRequest())) == 0
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_train.config import GeneratorConfig
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.health import Health, HealthEvent, after
+from skyrl_train.inference_engines.health import Health, HealthEvent, get_next_state
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.supervision import EngineFailure, Supervisor
 
@@ -42,10 +42,10 @@ def test_health_transitions_of_all_states_and_events(health, event):
     steps = (line.partition(" -> ") for line in LEGAL.strip().splitlines())
     following = {before: result for before, _, result in steps}.get(f"{health} + {event}")
     if following is not None:
-        assert after(health, event) == following
+        assert get_next_state(health, event) == following
         return
     with pytest.raises(ValueError, match=f"an engine that is {health} cannot have the event '{event}'"):
-        after(health, event)
+        get_next_state(health, event)
 
 
 class Native(NativeInferenceEngine):
@@ -119,7 +119,7 @@ async def test_wait_until_healthy_restarts_crashed_idle_engine(supervise: Made):
     supervisor = supervise()
     assert not await supervisor.wait_until_healthy()
     await supervisor.engines[0].teardown()
-    assert supervisor.with_health(Health.HEALTHY) == [0, 1]
+    assert supervisor.get_engines_with_health(Health.HEALTHY) == [0, 1]
     assert await supervisor.wait_until_healthy()
     assert supervisor.num_restarts == 1
 
@@ -129,7 +129,7 @@ async def test_watchdog_restarts_crashed_engine(supervise: Made):
     await supervisor.wait_until_healthy()
     await supervisor.engines[0].teardown()
     async with asyncio.timeout(10):
-        while supervisor.num_restarts == 0 or supervisor.with_health(Health.HEALTHY) != [0, 1]:
+        while supervisor.num_restarts == 0 or supervisor.get_engines_with_health(Health.HEALTHY) != [0, 1]:
             await asyncio.sleep(0.05)
 
 
@@ -157,9 +157,9 @@ async def test_computing_engine_is_not_dead_when_unresponsive(supervise: Made):
     assert isinstance(busy, Native)
     busy.seconds_to_answer, busy.busy = 1.5, True  # five times as long as the silence of a hung engine may last
     async with asyncio.timeout(20):
-        while supervisor.with_health(Health.SUSPECT) != [0]:
+        while supervisor.get_engines_with_health(Health.SUSPECT) != [0]:
             await asyncio.sleep(0.02)
-        while supervisor.with_health(Health.HEALTHY) != [0, 1]:
+        while supervisor.get_engines_with_health(Health.HEALTHY) != [0, 1]:
             await asyncio.sleep(0.02)
     assert supervisor.num_deaths == 0
     busy.busy = False
@@ -176,8 +176,8 @@ async def test_late_health_reply_restores_healthy_state(supervise: Made):
     busy.seconds_to_answer = 0.9  # between one and two intervals
     seen: set[Health] = set()
     async with asyncio.timeout(20):
-        while seen != {Health.HEALTHY, Health.SUSPECT} or supervisor.with_health(Health.HEALTHY) != [0, 1]:
-            seen |= {health for health in Health if 0 in supervisor.with_health(health)}
+        while seen != {Health.HEALTHY, Health.SUSPECT} or supervisor.get_engines_with_health(Health.HEALTHY) != [0, 1]:
+            seen |= {health for health in Health if 0 in supervisor.get_engines_with_health(health)}
             await asyncio.sleep(0.02)
     assert supervisor.engines[0] is busy and supervisor.num_deaths == 0
 
@@ -188,7 +188,7 @@ async def test_restarted_engine_is_prepared_before_serving(supervise: Made):
     prepared: list[tuple[int, list[int]]] = []
 
     async def prepare(index: int) -> None:
-        prepared.append((index, supervisor.with_health(Health.WAITING_FOR_WEIGHTS)))
+        prepared.append((index, supervisor.get_engines_with_health(Health.WAITING_FOR_WEIGHTS)))
         assert await version(supervisor.engines[index]) == 0
 
     supervisor.prepare = prepare
@@ -242,7 +242,7 @@ async def test_unstartable_engine_is_not_retried(chat_model: str):
     supervisor = Supervisor([never], GeneratorConfig(), None, lambda: None)
     with pytest.raises(WorkerError, match="could not start: no such model"):
         await supervisor.wait_until_healthy()
-    assert supervisor.with_health(Health.LOST) == [0]
+    assert supervisor.get_engines_with_health(Health.LOST) == [0]
     await supervisor.close()
 
 

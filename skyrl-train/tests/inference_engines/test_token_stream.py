@@ -157,7 +157,7 @@ async def test_stream_continues_after_weight_sync(client: InferenceEngineClient,
     stream = Streamed(client, **params)
     await stream.until(10)
     await client.pause_generation("abort")
-    await engine._command(lambda: engine._core.take_version(4))  # new weights, with the same numbers
+    await engine._run_command(lambda: engine._core.update_version(4))  # new weights, with the same numbers
     await client.resume_generation()
     await stream.expect(whole)
     versions = set(stream.task.result().weight_versions)

@@ -80,7 +80,9 @@ def test_hook_checks_settings_before_start(module: str, settings: Any, run: Any,
         run(cfg)
 
 
-@pytest.mark.parametrize("path", ["no_such_module.Hook", "{module}.Missing", "{module}.NoHook", "{module}:NoHook", "{module}", ""])
+@pytest.mark.parametrize(
+    "path", ["no_such_module.Hook", "{module}.Missing", "{module}.NoHook", "{module}:NoHook", "{module}", ""]
+)
 def test_unusable_hook_is_refused_by_setting_name(path: str, module: str):
     cfg = SkyRLConfig.from_dict({"trainer": {"hooks": [path.format(module=module)]}})
     with pytest.raises(ConfigError, match=r"trainer\.hooks="):

@@ -10,9 +10,9 @@ import numpy as np
 
 from skyrl_gym.suggestions import did_you_mean
 from skyrl_train.inference_engines.constraints import Constraint
-from skyrl_train.inference_engines.native.sampling import random_key
+from skyrl_train.inference_engines.native.sampling import compute_random_key
 from skyrl_train.inference_engines.native.stop_strings import Decode
-from skyrl_train.inference_engines.request import Completion, OnTokens, SamplingKeywords, top_log_probs_of
+from skyrl_train.inference_engines.request import Completion, OnTokens, SamplingKeywords, build_top_log_probs
 
 if TYPE_CHECKING:  # servers and other engines read requests without them
     from skyrl_train.inference_engines.native.constrained import AnswerMatcher
@@ -75,35 +75,35 @@ class EngineSamplingParams:
     """Return with each token those that truncation kept, and the log-prob over these. `top_k` bounds their number."""
 
     def __post_init__(self) -> None:
-        self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None")
-        self._require("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a positive number")
-        self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
-        self._require("top_k", self.top_k >= -1, "-1 or 0 (off), or at least 1")
-        self._require("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
-        self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number; 1 is off")
-        self._require("min_tokens", self.min_tokens >= 0, "at least 0")
-        self._require("stop", all(self.stop), "without empty strings")
+        self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None")
+        self._check("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a positive number")
+        self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._check("top_k", self.top_k >= -1, "-1 or 0 (off), or at least 1")
+        self._check("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
+        self._check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number; 1 is off")
+        self._check("min_tokens", self.min_tokens >= 0, "at least 0")
+        self._check("stop", all(self.stop), "without empty strings")
         for name in ("frequency_penalty", "presence_penalty"):
-            self._require(name, -2 <= getattr(self, name) <= 2, "from -2 to 2; 0 is off")
+            self._check(name, -2 <= getattr(self, name) <= 2, "from -2 to 2; 0 is off")
         biased = all(abs(value) <= MAX_BIAS for _, value in self.logit_bias)  # false for NaN
-        self._require("logit_bias", biased, f"token ids with values from -{MAX_BIAS:g} to {MAX_BIAS:g}")
-        self._require("num_answer_tokens", self.num_answer_tokens >= 0, "at least 0")
+        self._check("logit_bias", biased, f"token ids with values from -{MAX_BIAS:g} to {MAX_BIAS:g}")
+        self._check("num_answer_tokens", self.num_answer_tokens >= 0, "at least 0")
         most = MAX_TOP if self.logprobs is None else self.logprobs
-        self._require("logprobs", 0 <= most <= MAX_TOP, f"0 (the token's own), up to {MAX_TOP} likeliest, or None")
+        self._check("logprobs", 0 <= most <= MAX_TOP, f"0 (the token's own), up to {MAX_TOP} likeliest, or None")
         top = self.prompt_logprobs
-        self._require("prompt_logprobs", top is None or top >= 0, "0, a number of likeliest words, or None")
+        self._check("prompt_logprobs", top is None or top >= 0, "0, a number of likeliest words, or None")
         if self.return_kept_tokens:
-            self._require("top_k", self.top_k >= 1, "at least 1 with return_kept_tokens, whose sets it bounds")
-            self._require("temperature", not self.is_greedy, "above 0 with return_kept_tokens: nothing is drawn at 0")
+            self._check("top_k", self.top_k >= 1, "at least 1 with return_kept_tokens, whose sets it bounds")
+            self._check("temperature", not self.is_greedy, "above 0 with return_kept_tokens: nothing is drawn at 0")
             penalty = self.repetition_penalty
-            self._require("repetition_penalty", penalty == 1, "1 with return_kept_tokens: it changes kept logits")
+            self._check("repetition_penalty", penalty == 1, "1 with return_kept_tokens: it changes kept logits")
             for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
-                self._require(name, not getattr(self, name), "left out with return_kept_tokens: it changes kept logits")
-            self._require("logprobs", not self.logprobs, "0 or None with return_kept_tokens")
+                self._check(name, not getattr(self, name), "left out with return_kept_tokens: it changes kept logits")
+            self._check("logprobs", not self.logprobs, "0 or None with return_kept_tokens")
         if self.max_tokens is not None:
-            self._require("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
+            self._check("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
 
-    def _require(self, name: str, holds: bool, rule: str) -> None:
+    def _check(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
             raise ValueError(f"sampling parameter {name} must be {rule}; got {getattr(self, name)!r}")
 
@@ -131,72 +131,74 @@ class EngineSamplingParams:
         """
         values = dict(given or {})
         for name, value in values.items():
-            values[name] = _checked(name, value)
+            values[name] = _check_request(name, value)
         return cls(**values)
 
 
-def _number(value: object) -> float | None:
+def _parse_number(value: object) -> float | None:
     return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
 
 
-def _integer(value: object) -> int | None:
+def _parse_integer(value: object) -> int | None:
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
 
 
-def _boolean(value: object) -> bool | None:
+def _parse_boolean(value: object) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-def _texts(value: object) -> tuple[str, ...] | None:
+def _parse_texts(value: object) -> tuple[str, ...] | None:
     if isinstance(value, str):
         return (value,)
     texts = tuple(value) if isinstance(value, list | tuple) else None
     return texts if texts is not None and all(isinstance(text, str) for text in texts) else None
 
 
-def _integers(value: object) -> tuple[int, ...] | None:
-    ids = tuple(map(_integer, value)) if isinstance(value, list | tuple) else (None,)
+def _parse_integers(value: object) -> tuple[int, ...] | None:
+    ids = tuple(map(_parse_integer, value)) if isinstance(value, list | tuple) else (None,)
     return None if None in ids else ids  # pyright: ignore[reportReturnType]
 
 
-def _biases(value: object) -> tuple[tuple[int, float], ...] | None:
+def _parse_biases(value: object) -> tuple[tuple[int, float], ...] | None:
     if not isinstance(value, Mapping | tuple | list):
         return None
     pairs = list(value.items()) if isinstance(value, Mapping) else list(value)
     read = [
-        (_integer(pair[0]), _number(pair[1])) for pair in pairs if isinstance(pair, tuple | list) and len(pair) == 2
+        (_parse_integer(pair[0]), _parse_number(pair[1]))
+        for pair in pairs
+        if isinstance(pair, tuple | list) and len(pair) == 2
     ]
     checked = [(token, bias) for token, bias in read if token is not None and bias is not None]
     return tuple(checked) if len(checked) == len(pairs) else None
 
 
 _KINDS = {
-    "max_tokens": (_integer, "an integer"),
-    "temperature": (_number, "a number"),
-    "top_p": (_number, "a number"),
-    "top_k": (_integer, "an integer"),
-    "min_p": (_number, "a number"),
-    "repetition_penalty": (_number, "a number"),
-    "frequency_penalty": (_number, "a number"),
-    "presence_penalty": (_number, "a number"),
-    "logit_bias": (_biases, "numbers by token id"),
-    "constraint": (Constraint.of, "a JSON schema or a grammar"),
-    "num_answer_tokens": (_integer, "an integer"),
-    "stop": (_texts, "a string or a list of strings"),
-    "stop_token_ids": (_integers, "a list of integers"),
-    "ignore_eos": (_boolean, "true or false"),
-    "min_tokens": (_integer, "an integer"),
-    "seed": (_integer, "an integer"),
-    "logprobs": (_integer, "an integer"),
-    "prompt_logprobs": (_integer, "an integer"),
-    "skip_special_tokens": (_boolean, "true or false"),
-    "return_kept_tokens": (_boolean, "true or false"),
+    "max_tokens": (_parse_integer, "an integer"),
+    "temperature": (_parse_number, "a number"),
+    "top_p": (_parse_number, "a number"),
+    "top_k": (_parse_integer, "an integer"),
+    "min_p": (_parse_number, "a number"),
+    "repetition_penalty": (_parse_number, "a number"),
+    "frequency_penalty": (_parse_number, "a number"),
+    "presence_penalty": (_parse_number, "a number"),
+    "logit_bias": (_parse_biases, "numbers by token id"),
+    "constraint": (Constraint.parse, "a JSON schema or a grammar"),
+    "num_answer_tokens": (_parse_integer, "an integer"),
+    "stop": (_parse_texts, "a string or a list of strings"),
+    "stop_token_ids": (_parse_integers, "a list of integers"),
+    "ignore_eos": (_parse_boolean, "true or false"),
+    "min_tokens": (_parse_integer, "an integer"),
+    "seed": (_parse_integer, "an integer"),
+    "logprobs": (_parse_integer, "an integer"),
+    "prompt_logprobs": (_parse_integer, "an integer"),
+    "skip_special_tokens": (_parse_boolean, "true or false"),
+    "return_kept_tokens": (_parse_boolean, "true or false"),
 }
 _NONE_IS_DEFAULT = {"stop": (), "stop_token_ids": (), "logit_bias": ()}
 _MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "constraint")
 
 
-def _checked(name: str, value: object) -> object:
+def _check_request(name: str, value: object) -> object:
     if name not in _KINDS:
         hint = did_you_mean(name, _KINDS)
         raise ValueError(f"unknown sampling parameter {name}={value!r}; {hint}")
@@ -224,7 +226,7 @@ def split_seed(given: SamplingKeywords) -> tuple[EngineSamplingParams, SeedPair 
     if not isinstance(pair, list | tuple):
         params = EngineSamplingParams.from_dict(given)
         return params, None if params.seed is None else (params.seed, 0)
-    numbers_of_pair = _integers(pair)
+    numbers_of_pair = _parse_integers(pair)
     if numbers_of_pair is None or len(numbers_of_pair) != 2:
         raise ValueError(f"sampling parameter seed must be an integer or a [seed, index] pair; got {pair!r}")
     seed, index = numbers_of_pair
@@ -247,10 +249,10 @@ def select_requested(
         completion,
         text=decode(completion.token_ids, params.skip_special_tokens),
         log_probs=None if params.logprobs is None else completion.log_probs,
-        top=(completion.top or top_log_probs_of([], params.logprobs)) if params.logprobs else None,
+        top=(completion.top or build_top_log_probs([], params.logprobs)) if params.logprobs else None,
         prompt_log_probs=None if params.prompt_logprobs is None else completion.prompt_log_probs or [],
         # A prompt of one token has no place that was scored.
-        prompt_top=(completion.prompt_top or top_log_probs_of([], num_top)) if num_top else None,
+        prompt_top=(completion.prompt_top or build_top_log_probs([], num_top)) if num_top else None,
         num_cached_prompt_tokens=completion.num_cached_prompt_tokens if count_cached_tokens else None,
         drafts=completion.drafts if count_cached_tokens else None,
     )
@@ -324,7 +326,7 @@ class Request:
                 f"sampling parameter num_answer_tokens={self.params.num_answer_tokens} must be at most the "
                 f"{len(self.prompt)} tokens of the prompt, whose last ones it counts"
             )
-        self.key = random_key(*self.seed)
+        self.key = compute_random_key(*self.seed)
         self.prefix = self.prompt[:-1].tobytes()
         if self.scoring is None and self.params.prompt_logprobs is not None:
             temperature = 1.0 if self.params.is_greedy else self.params.temperature

@@ -30,8 +30,8 @@ class RouteTable:
         if num_rows <= rows and length <= columns:
             return
         size = (
-            (_power_of_two(num_rows) if num_rows > rows else rows),
-            (_power_of_two(length) if length > columns else columns),
+            (_round_up_to_power_of_two(num_rows) if num_rows > rows else rows),
+            (_round_up_to_power_of_two(length) if length > columns else columns),
         )
         grown = np.zeros((*size, *self._shape), self._routes.dtype)
         grown[:rows, :columns] = self._routes
@@ -66,7 +66,7 @@ class RouteTable:
         """[rows, length, L, k], as large as `reserve` made it."""
         return self._routes
 
-    def of_row(self, row: int, length: int) -> ExpertRoutes:
+    def get_row(self, row: int, length: int) -> ExpertRoutes:
         """Return the routes of the first positions of a row."""
         return ExpertRoutes(self._routes[row, :length].copy())
 
@@ -75,11 +75,11 @@ class RouteTable:
         self._routes = np.zeros((0, 0, *self._shape), self._routes.dtype)
 
 
-def route_table(routing: RoutingReplay) -> RouteTable:
+def build_route_table(routing: RoutingReplay) -> RouteTable:
     """Make an empty table for a mixture's routes."""
     dtype = torch.empty(0, dtype=route_dtype(routing.shape.num_experts)).numpy().dtype
     return RouteTable((routing.shape.num_layers, routing.shape.num_chosen), dtype)
 
 
-def _power_of_two(count: int) -> int:
+def _round_up_to_power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()

@@ -89,7 +89,7 @@ class RowTable:
         self.stop_ids[row] = _NO_TOKEN
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.tokens[row, : len(request.prompt)] = request.prompt
-        self._forget_batch()
+        self._reset_batch()
         return row
 
     def append(
@@ -144,29 +144,29 @@ class RowTable:
         """Drop the last row."""
         for column in (self.requests, self.finders, self.kept, self.top):
             column.pop()
-        self._forget_batch()
+        self._reset_batch()
 
     def move(self, source: int, target: int) -> None:
         """Overwrite row `target` by row `source`."""
         self.requests[target], self.finders[target] = self.requests[source], self.finders[source]
         self.kept[target], self.top[target] = self.kept[source], self.top[source]
-        for column in self._columns():
+        for column in self._get_columns():
             column[target] = column[source]
 
-    def sampling(self, device: torch.device) -> SamplingBatch:
+    def get_sampling_batch(self, device: torch.device) -> SamplingBatch:
         """The rows' sampling settings as tensors, made anew only when rows came or went."""
         if self._sampling is None:
-            self._sampling = self._sampling_batch(device)
+            self._sampling = self._build_sampling_batch(device)
         return self._sampling
 
-    def shared_keys(self, count: int) -> SharedKeys | None:
+    def get_shared_keys(self, count: int) -> SharedKeys | None:
         """Return the keys that groups of the first `count` rows have in common, found anew only when rows came or went;
         None where reading them once a group would not halve the reading."""
         if count not in self._shared_keys:
             self._shared_keys[count] = self._find_shared_keys(count)
         return self._shared_keys[count]
 
-    def forbidden(
+    def compute_forbidden(
         self, places: Places, drafts: Sequence[np.ndarray], lengths: np.ndarray, device: torch.device
     ) -> torch.Tensor | None:
         """[N, V] True on tokens that may not be drawn at places [N]: the stop tokens of rows that are below their
@@ -195,7 +195,7 @@ class RowTable:
             mask[own] = np.where(together.all(-1, keepdims=True), outside, together)
         return torch.from_numpy(mask).to(device)
 
-    def biases(self, rows: np.ndarray, device: torch.device) -> Biases | None:
+    def compute_biases(self, rows: np.ndarray, device: torch.device) -> Biases | None:
         """Return what `logit_bias`, `frequency_penalty` and `presence_penalty` add to the logits [N, V] of rows [N];
         None if there are no such rows.
 
@@ -223,14 +223,14 @@ class RowTable:
             torch.tensor(values, dtype=torch.float32, device=device),
         )
 
-    def penalized_tokens(self, rows: np.ndarray, device: torch.device) -> torch.Tensor:
+    def collect_penalized_tokens(self, rows: np.ndarray, device: torch.device) -> torch.Tensor:
         """[N, P] tokens so far of rows [N], padded with a row's own first token."""
         longest = int(self.length[rows].max())
         inside = np.arange(longest) < self.length[rows, None]
         tokens = np.where(inside, self.tokens[rows, :longest], self.tokens[rows, :1])
         return torch.from_numpy(tokens).to(device)
 
-    def _sampling_batch(self, device: torch.device) -> SamplingBatch:
+    def _build_sampling_batch(self, device: torch.device) -> SamplingBatch:
         params = [request.params for request in self.requests]
 
         def column(values: Sequence[float], off: float, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
@@ -262,7 +262,7 @@ class RowTable:
         computed = list(zip(self.prompt_lora[:count].tolist(), self.prompt_updates[:count].tolist(), strict=True))
         order = sorted(range(count), key=lambda row: (computed[row], self.requests[row].prefix))
         common = [
-            _num_common(prompts[a], prompts[b]) // KEY_CHUNK * KEY_CHUNK if computed[a] == computed[b] else 0
+            _count_common_tokens(prompts[a], prompts[b]) // KEY_CHUNK * KEY_CHUNK if computed[a] == computed[b] else 0
             for a, b in pairwise(order)
         ]
         length = max(set(common), key=lambda each: each * sum(other >= each for other in common))
@@ -272,16 +272,16 @@ class RowTable:
         groups = [sorted(order[start:end]) for start, end in pairwise([0, *ends])]
         return SharedKeys(length, tuple(map(torch.tensor, groups)))
 
-    def _forget_batch(self) -> None:
+    def _reset_batch(self) -> None:
         """Forget what was derived from the rows that there are."""
         self._sampling = None
         self._shared_keys.clear()
 
-    def _columns(self) -> tuple[np.ndarray, ...]:
-        return tuple(getattr(self, name) for name in self._names())
+    def _get_columns(self) -> tuple[np.ndarray, ...]:
+        return tuple(getattr(self, name) for name in self._get_column_names())
 
     @staticmethod
-    def _names() -> tuple[str, ...]:
+    def _get_column_names() -> tuple[str, ...]:
         flat = ("length", "prompt_length", "num_cached", "num_drafted", "num_accepted", "is_current")
         flat += (
             "prompt_lora",
@@ -301,7 +301,7 @@ class RowTable:
         if num_rows <= len(self.length) and length <= self.tokens.shape[1] and num_stop_ids <= self.stop_ids.shape[1]:
             return
         widths = {"stop_ids": num_stop_ids, "tokens": length, "log_probs": length, "versions": length}
-        for name in self._names():
+        for name in self._get_column_names():
             column: np.ndarray = getattr(self, name)
             shape = (max(num_rows, column.shape[0]), *(max(widths[name], width) for width in column.shape[1:]))
             if shape != column.shape:
@@ -314,7 +314,7 @@ class RowTable:
                 setattr(self, name, grown)
 
 
-def _num_common(a: np.ndarray, b: np.ndarray) -> int:
+def _count_common_tokens(a: np.ndarray, b: np.ndarray) -> int:
     """Return the number of tokens that two prompts begin with alike."""
     shorter = min(len(a), len(b))
     differs = a[:shorter] != b[:shorter]

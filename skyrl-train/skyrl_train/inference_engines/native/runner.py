@@ -25,7 +25,7 @@ from skyrl_train.inference_engines.native.attention import (
 )
 from skyrl_train.inference_engines.native.cache import SlotCache
 from skyrl_train.inference_engines.native.lora import Loras
-from skyrl_train.inference_engines.native.prompt_scores import Head, ruled
+from skyrl_train.inference_engines.native.prompt_scores import Head, apply_logit_rules
 from skyrl_train.models.linear_attention import use_delta_nets
 from skyrl_train.models.routing_replay import KEYWORD, RoutingPass, RoutingReplay
 from skyrl_train.models.scoring import logit_rule
@@ -67,18 +67,18 @@ class ModelRunner:
         """True if the model has linear attention: a row's past is a state, known behind its last token alone."""
         self.shares_keys = self.device.type == "cpu" and model.dtype == torch.float32 and not self.has_states
         """True if decoding reads keys that rows have in common once: where equal tokens have equal keys to the bit."""
-        self._row_multiple = row_multiple_of(model)
+        self._row_multiple = get_row_multiple(model)
         self._logit_rule = logit_rule(model.config)
         num_layers = model.config.get_text_config().num_hidden_layers
         max_cache = math.inf if max_cache_tokens is None else max_cache_tokens
-        self.cache = SlotCache(num_layers, self.filled(max_num_seqs), max_length, max_cache)
+        self.cache = SlotCache(num_layers, self.round_up_rows(max_num_seqs), max_length, max_cache)
         self._prompts_end: torch.Tensor | None = None
         self._hidden = torch.empty(0)
         self._slots = np.empty(0, np.int64)
         output_layer: Any = model.get_output_embeddings()
-        output_layer.register_forward_pre_hook(self._last_tokens_alone)
+        output_layer.register_forward_pre_hook(self._select_last_tokens)
 
-    def filled(self, num_rows: int) -> int:
+    def round_up_rows(self, num_rows: int) -> int:
         """Return the number of rows that are computed for `num_rows` sequences: rounded up, so that the numbers of a
         row do not depend on co-batched ones.
         """
@@ -137,27 +137,27 @@ class ModelRunner:
         """
         count, width = ids.shape
         # Dummy rows stand at the first positions with token 0 and write into rows of the cache beyond those in use.
-        num_filling = self.filled(count) - count
+        num_filling = self.round_up_rows(count) - count
         filling = np.broadcast_to(np.arange(width), (num_filling, width))
         where = torch.from_numpy(np.concatenate([positions, filling])).to(self.device)
         self.cache.begin_decode(where, round_up(int(positions.max()) + 1, KEY_BLOCK), num_new)
         if self.loras:
-            self.loras.begin(filled_up(slots, len(where)), apart=False)
+            self.loras.begin(pad_slots(slots, len(where)), apart=False)
         tokens = torch.from_numpy(np.pad(ids, ((0, num_filling), (0, 0))))
         if shared is not None and num_filling:  # with the first group: whatever they see is finite
             with_filling = torch.cat([shared.groups[0], torch.arange(count, len(where))])
             shared = replace(shared, groups=(with_filling, *shared.groups[1:]))
         return self._forward(tokens, AttentionStep(where, is_decode=True, shared=shared))[:count]
 
-    def head(self, slots: np.ndarray) -> Head:
+    def build_head(self, slots: np.ndarray) -> Head:
         """The output layer for tokens of rows with these adapters [n], every token as a row of its own: the bits of
         decoding."""
         output_layer: Any = self.model.get_output_embeddings()
 
         def logits(states: torch.Tensor, chunk: slice) -> torch.Tensor:
             if self.loras:
-                self.loras.begin(filled_up(slots[chunk], len(states)), apart=False)
-            return ruled(output_layer(states[:, None])[:, 0].float(), self._logit_rule)
+                self.loras.begin(pad_slots(slots[chunk], len(states)), apart=False)
+            return apply_logit_rules(output_layer(states[:, None])[:, 0].float(), self._logit_rule)
 
         return logits
 
@@ -174,36 +174,36 @@ class ModelRunner:
         )
         self.num_forwards += 1
         if self._routing is not None:
-            self.routes = _taken(inputs[KEYWORD], self._routing)
+            self.routes = _collect_routes(inputs[KEYWORD], self._routing)
         return output.logits.float()
 
-    def _last_tokens_alone(self, _module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> object:
+    def _select_last_tokens(self, _module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> object:
         """Reduce the input of the output layer from prompts [n, T, D] to their last tokens [filled n, 1, D]."""
         ends = self._prompts_end
         if ends is None:
             return None
         # Kept for prompt log-probs: the states of all tokens, before all but the last are dropped.
         self._hidden = inputs[0]
-        count, num_rows = len(ends), self.filled(len(ends))
+        count, num_rows = len(ends), self.round_up_rows(len(ends))
         if self.loras:
-            self.loras.begin(filled_up(self._slots, num_rows), apart=False)
+            self.loras.begin(pad_slots(self._slots, num_rows), apart=False)
         last = self._hidden[torch.arange(count, device=ends.device), ends]
         return F.pad(last, (0, 0, 0, num_rows - count))[:, None]
 
 
-def _taken(routing: RoutingPass, replay: RoutingReplay) -> np.ndarray:
+def _collect_routes(routing: RoutingPass, replay: RoutingReplay) -> np.ndarray:
     """Return the routes of a pass, [tokens, L, k] in their compact type."""
     return routing.routes().to(route_dtype(replay.shape.num_experts)).cpu().numpy()
 
 
-def filled_up(slots: np.ndarray, num_rows: int) -> np.ndarray:
+def pad_slots(slots: np.ndarray, num_rows: int) -> np.ndarray:
     """Adapter slots of rows and of those behind them that only fill up, which go with the first."""
     filled = np.full(num_rows, slots[0])
     filled[: len(slots)] = slots
     return filled
 
 
-def row_multiple_of(model: torch.nn.Module) -> int:
+def get_row_multiple(model: torch.nn.Module) -> int:
     """Rows whose activations fill whole vectors in every layer: 1 for widths that are multiples of 32, as usual."""
     head = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and layer is not head]

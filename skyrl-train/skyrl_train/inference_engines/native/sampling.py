@@ -21,7 +21,7 @@ for all rows of a large vocabulary takes longer than what is computed in it."""
 _ONE_MINUS = 1 - 1e-15  # the largest fraction of a total mass that a uniform may point at
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
+def _mix_bits(values: np.ndarray) -> np.ndarray:
     """The output function of SplitMix64 (Steele, Lea, Flood 2014): a bijection whose output bits look independent."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -31,15 +31,15 @@ def _mix(values: np.ndarray) -> np.ndarray:
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def random_key(seed: int, index: int) -> np.uint64:
+def compute_random_key(seed: int, index: int) -> np.uint64:
     """The 64-bit key of a request's random numbers."""
     words = np.array([seed % 2**64, index % 2**64], dtype=np.uint64)
-    return _mix(_mix(words[:1] + _GOLDEN) ^ (words[1:] * _GOLDEN + _GOLDEN))[0]
+    return _mix_bits(_mix_bits(words[:1] + _GOLDEN) ^ (words[1:] * _GOLDEN + _GOLDEN))[0]
 
 
-def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def compute_uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """[B] numbers in [0, 1), one for each key (uint64) at its position."""
-    return (_mix(_mix(keys + positions.astype(np.uint64) * _GOLDEN)) >> np.uint64(11)) * 2.0**-53
+    return (_mix_bits(_mix_bits(keys + positions.astype(np.uint64) * _GOLDEN)) >> np.uint64(11)) * 2.0**-53
 
 
 @dataclass(kw_only=True)
@@ -60,7 +60,7 @@ class SamplingBatch:
     recorded: torch.Tensor | None = None
     """Rows whose kept tokens are returned, and whose log-probs are over these; None: no row."""
 
-    def repeated(self, rows: torch.Tensor) -> "SamplingBatch":
+    def select_rows(self, rows: torch.Tensor) -> "SamplingBatch":
         """Return the settings of these rows [N], ascending; a row may come several times."""
         own, truncated, recorded = rows, None, None
         if self.truncated is not None:
@@ -147,7 +147,7 @@ def truncate(probabilities: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     return probabilities
 
 
-def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def sample_by_inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """The token at which the running sum of `weights` first exceeds `uniform` times their total.
 
     Sums over blocks, then within one block: one pass over the vocabulary, and double precision where it counts.
@@ -218,7 +218,7 @@ def sample(
         else:
             probabilities[batch.truncated] = truncate(probabilities[batch.truncated], batch)
         kept = None if batch.recorded is None else probabilities[batch.recorded] > 0
-        drawn = inverse_cdf(probabilities, uniform)
+        drawn = sample_by_inverse_cdf(probabilities, uniform)
         chosen = drawn if chosen is None else torch.where(batch.temperature > 0, drawn, chosen)
     assert chosen is not None
     of_chosen = log_probs.gather(1, chosen[:, None])[:, 0]
@@ -236,7 +236,7 @@ def sample(
 def _sample_in_parts(logits: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor | None, rows: int) -> Draw:
     """`sample` for a number of rows at a time, whose tensors stay in the processor's cache."""
     draws = [
-        sample(logits[part], batch.repeated(part), None if uniform is None else uniform[part])
+        sample(logits[part], batch.select_rows(part), None if uniform is None else uniform[part])
         for part in torch.arange(len(logits)).split(rows)
     ]
     return Draw(torch.cat([draw.tokens for draw in draws]), torch.cat([draw.log_probs for draw in draws]), None)

@@ -18,7 +18,7 @@ MIN_NGRAM, MAX_NGRAM = 2, 8
 """Tokens at the end of an answer that must have stood before for a draft, and those that are compared at most."""
 
 
-def look_up(tokens: np.ndarray, num: int) -> np.ndarray:
+def find_drafts(tokens: np.ndarray, num: int) -> np.ndarray:
     """Return `num` draft tokens: what followed the longest suffix of `tokens` where it stood last, from there on
     periodic. None at all if fewer than `MIN_NGRAM` tokens stood before (prompt lookup decoding, Saxena 2023).
 
@@ -51,13 +51,13 @@ class Places:
     offsets: np.ndarray
 
     @classmethod
-    def of(cls, drafts: Sequence[np.ndarray]) -> "Places":
+    def from_drafts(cls, drafts: Sequence[np.ndarray]) -> "Places":
         """Return the places of rows with these drafts."""
         sizes = np.array([len(own) + 1 for own in drafts])
         rows = np.repeat(np.arange(len(drafts)), sizes)
         return cls(rows, np.arange(len(rows)) - np.repeat(sizes.cumsum() - sizes, sizes))
 
-    def accepted(self, drafts: Sequence[np.ndarray], tokens: np.ndarray) -> np.ndarray:
+    def compute_accepted(self, drafts: Sequence[np.ndarray], tokens: np.ndarray) -> np.ndarray:
         """Return [N] True at places before which all drafts of the row are the tokens drawn.
 
         Args:

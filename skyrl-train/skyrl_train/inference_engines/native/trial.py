@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_train.inference_engines.native.architecture import unfit
+from skyrl_train.inference_engines.native.architecture import build_unfit_error
 from skyrl_train.inference_engines.native.attention import ATTENTION_NAME
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
@@ -28,18 +28,18 @@ def check_generation(core: NativeEngineCore, model_path: str) -> None:
         ConfigError: the model cannot be computed here, or its log-probs are not those of its own forward.
     """
     try:
-        problem = _difference(core)
+        problem = _find_difference(core)
     except NotImplementedError as error:
         problem = str(error)
     except Exception as error:  # whatever a model's code raises where our attention or cache took the place of its own
         problem = f"{type(error).__name__}: {error}"
     if problem is not None:
-        raise unfit(core.model.config, model_path, problem)
+        raise build_unfit_error(core.model.config, model_path, problem)
     core.release_cache()
     core.num_prompt_tokens_computed = 0
 
 
-def _difference(core: NativeEngineCore) -> str | None:
+def _find_difference(core: NativeEngineCore) -> str | None:
     """Generate a few tokens, and describe the error in their log-probs; None if there is none."""
     length = min(_PROMPT_TOKENS, core.max_model_len - 1)
     prompt = core.check_prompt((np.arange(1, length + 1) * _STEP % core.vocabulary).tolist())
@@ -51,7 +51,7 @@ def _difference(core: NativeEngineCore) -> str | None:
     if isinstance(completion, Exception):  # weights hold NaN: requests will fail, and an update may repair it
         return None
     ids = torch.tensor([*prompt.tolist(), *completion.token_ids], device=core.model.device)
-    expected = _own_log_probs(core.model, ids)[-len(completion.token_ids) :]
+    expected = _compute_transformers_log_probs(core.model, ids)[-len(completion.token_ids) :]
     difference = (torch.tensor(completion.log_probs) - expected).abs().mean().item()
     tolerance = _TOLERANCE[core.model.dtype]
     if difference <= tolerance:
@@ -60,7 +60,7 @@ def _difference(core: NativeEngineCore) -> str | None:
 
 
 @torch.inference_mode()
-def _own_log_probs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+def _compute_transformers_log_probs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Compute the log-prob of every token [L] but the first, [L - 1], by transformers' attention, without our cache."""
     model.set_attn_implementation("eager")
     try:

@@ -29,7 +29,7 @@ class Waiting:
         self._queues.setdefault(request.group, deque()).append(request)
         self._count += 1
 
-    def next(self, num_free: int) -> Request | None:
+    def get_next(self, num_free: int) -> Request | None:
         """The request whose turn it is, given so many free rows; it keeps waiting until it is taken."""
         if num_free:
             for group, queue in self._queues.items():
@@ -47,7 +47,7 @@ class Waiting:
         self._running[request.group] += 1
         self._count -= 1
 
-    def give_back(self, request: Request) -> None:
+    def release_row(self, request: Request) -> None:
         """A request's row is free again."""
         self._running[request.group] -= 1
         if not self._running[request.group]:

@@ -5,7 +5,7 @@ import time
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.inference_engines.native.packed_linear import drop_packed, pack_linears, stale_copies
+from skyrl_train.inference_engines.native.packed_linear import drop_packed, find_stale_copies, pack_linears
 from skyrl_train.models.persistent_buffers import persistent_buffers
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import Verification, VerificationSample, fingerprints_of, num_bytes_read
@@ -62,7 +62,7 @@ class EngineWeights:
         """Share of a tensor that its fingerprint reads, as the trainer asked when it connected."""
         return self._init_info.verification
 
-    def seconds_left(self) -> float | None:
+    def get_seconds_left(self) -> float | None:
         """Return the time until the open update is given up; None if no update is open.
 
         Raises:
@@ -92,18 +92,18 @@ class EngineWeights:
         Raises:
             WeightSyncError: no connection, sleeping weights, an unknown name, a wrong shape, bytes that do not fit.
         """
-        receiver = self._connected()
+        receiver = self._get_connection()
         if self._asleep:
             raise WeightSyncError("weights arrived while the engine's weights sleep; call wake_up(['weights']) first")
         if request.index == 0 and self._written:
-            self._give_up("a new update began before it was finished")
+            self._cancel_update("a new update began before it was finished")
         self._update_deadline = time.monotonic() + self._update_timeout
         try:
             received = receiver.receive(request)
             for name, tensor in received:
                 self._check(name, tensor)
         except WeightSyncError as error:
-            self._give_up(str(error))
+            self._cancel_update(str(error))
             raise
         with torch.inference_mode():
             for name, tensor in received:
@@ -119,7 +119,7 @@ class EngineWeights:
                 of level 2, those of an update that failed) did not.
         """
         try:
-            self._connected().finish(version)
+            self._get_connection().finish(version)
             if self._owed:
                 names = ", ".join(sorted(self._owed)[:3])
                 raise WeightSyncError(
@@ -127,20 +127,20 @@ class EngineWeights:
                     "send the whole model"
                 )
         except WeightSyncError as error:
-            self._give_up(str(error))
+            self._cancel_update(str(error))
             raise
         pack_linears(self._model)
-        report = self._report(version)
+        report = self._build_report(version)
         self._written.clear()
         self._update_deadline, self._complete, self._failure = None, True, ""
         return report
 
-    def _report(self, version: int) -> WeightReport:
+    def _build_report(self, version: int) -> WeightReport:
         if self.verification == "off":
             return WeightReport(version=version, fingerprints={})
         held = [(name, parameter) for name, parameter in self._parameters.items() if name in self._written]
         with torch.inference_mode():
-            stale = stale_copies(self._model, VerificationSample(version, self.verification))
+            stale = find_stale_copies(self._model, VerificationSample(version, self.verification))
         return WeightReport(
             version=version,
             fingerprints=fingerprints_of(held, version, self.verification),
@@ -175,12 +175,12 @@ class EngineWeights:
             self._receiver.close()
             self._receiver = None
 
-    def _connected(self) -> WeightReceiver:
+    def _get_connection(self) -> WeightReceiver:
         if self._receiver is None:
             raise WeightSyncError("weights arrived before init_weight_update_communicator was called")
         return self._receiver
 
-    def _give_up(self, why: str) -> None:
+    def _cancel_update(self, why: str) -> None:
         """End an update that failed. If nothing was written yet, the weights are as before."""
         if self._written:
             self._owed |= self._written

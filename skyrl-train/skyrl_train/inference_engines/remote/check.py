@@ -30,11 +30,11 @@ async def _check_contents(engine: RemoteInferenceEngine, tokenizer: PreTrainedTo
 
 
 def _check_name(engine: RemoteInferenceEngine) -> None:
-    ours = _last_part(engine.model_name)
-    if ours not in {_last_part(name) for name in engine.served_names}:
+    ours = _get_last_path_part(engine.model_name)
+    if ours not in {_get_last_path_part(name) for name in engine.served_names}:
         raise ConfigError(
             f"{_SETTING}: the server at {engine.url} serves {', '.join(engine.served_names)}; generator.model_name is "
-            f"{engine.model_name}. Start it with that model (or name it so: --served-model-name):\n{_command(engine)}"
+            f"{engine.model_name}. Start it with that model (or name it so: --served-model-name):\n{_suggest_command(engine)}"
         )
 
 
@@ -48,7 +48,7 @@ async def _check_vocabulary(engine: RemoteInferenceEngine) -> None:
         raise ConfigError(
             f"{_SETTING}: the server at {engine.url} takes token ids below {info.vocab_size}; the vocabulary of "
             f"{engine.model_name} has {config.vocab_size}: another model under this name? Start it with:\n"
-            f"{_command(engine)}"
+            f"{_suggest_command(engine)}"
         )
 
 
@@ -60,19 +60,19 @@ async def _check_tokenizer(engine: RemoteInferenceEngine, tokenizer: PreTrainedT
         if ours != theirs:
             raise ConfigError(
                 f"{_SETTING}: the tokenizer of the server at {engine.url} is not that of {engine.model_name}: {text!r} "
-                f"is {_some(theirs)} there and {_some(ours)} here. Start it with the trainer's model folder, or with "
-                f"{engine.protocol.tokenizer_option} of its tokenizer:\n{_command(engine)}"
+                f"is {_list_some(theirs)} there and {_list_some(ours)} here. Start it with the trainer's model folder, or with "
+                f"{engine.protocol.tokenizer_option} of its tokenizer:\n{_suggest_command(engine)}"
             )
 
 
-def _last_part(name: str) -> str:
+def _get_last_path_part(name: str) -> str:
     """Return the last part of a path or hub name: a model has different folders on different machines."""
     return PurePosixPath(name.rstrip("/")).name.lower()
 
 
-def _command(engine: RemoteInferenceEngine) -> str:
+def _suggest_command(engine: RemoteInferenceEngine) -> str:
     return engine.protocol.start_command(engine.model_name, engine.url)
 
 
-def _some(ids: list[int]) -> str:
+def _list_some(ids: list[int]) -> str:
     return f"[{', '.join(map(str, ids[:8]))}{', ...' if len(ids) > 8 else ''}]"

@@ -44,7 +44,7 @@ class ServerRefused(ServerError):
     """The request is to blame: a status from 400 to 499."""
 
 
-def _no_entry(url: str, said: str, has_key: bool) -> ConfigError:
+def _build_unreachable_error(url: str, said: str, has_key: bool) -> ConfigError:
     sent = "does not take the key that it was sent" if has_key else "asks for a key, and none is set"
     return ConfigError(
         f"the server at {url} {sent} (status 401: {said}). Put its key into a file and give the path as "
@@ -52,7 +52,7 @@ def _no_entry(url: str, said: str, has_key: bool) -> ConfigError:
     )
 
 
-def server_url(url: str) -> str:
+def normalize_server_url(url: str) -> str:
     """`host:port` or a URL, as a URL without a slash at its end.
 
     Raises:
@@ -87,7 +87,7 @@ class ServerConnection:
         timeout_setting: str = "generator.engine_control_timeout_seconds",
         api_key: SecretStr | None = None,
     ):
-        self.url = server_url(url)
+        self.url = normalize_server_url(url)
         self._api_key = api_key
         self._timeout_seconds = timeout_seconds
         self._timeout_setting = timeout_setting
@@ -128,7 +128,7 @@ class ServerConnection:
         try:
             with waiting(f"the reply to {method} {path}", on=self.url, deadline=seconds):
                 async with asyncio.timeout(seconds):
-                    response = await self._begin(method, path, body, params)
+                    response = await self._send(method, path, body, params)
         except TimeoutError:
             late = (
                 f"the server at {self.url} did not answer {method} {path} within {seconds:g} s "
@@ -146,23 +146,23 @@ class ServerConnection:
                 f"({error or type(error).__name__}): did it die?"
             ) from None
         if response.status_code == 401:
-            raise _no_entry(self.url, _error_text(response), self._api_key is not None)
+            raise _build_unreachable_error(self.url, _extract_error_text(response), self._api_key is not None)
         if response.status_code >= 400:
             kind = ServerRefused if response.status_code < 500 else ServerError
-            raise kind(self.url, path, response.status_code, _error_text(response))
+            raise kind(self.url, path, response.status_code, _extract_error_text(response))
         try:
             return response.json()
         except ValueError:
             return response.text
 
-    async def _begin(
+    async def _send(
         self, method: str, path: str, body: Mapping[str, object] | None, params: Mapping[str, Any]
     ) -> httpx.Response:
         """Send a request that `shut` can end."""
         closed = WorkerError(f"the connection to the server at {self.url} is closed")
         if self._shut:
             raise closed
-        call = asyncio.ensure_future(self._client().request(method, self.url + path, json=body, params=params))
+        call = asyncio.ensure_future(self._get_client().request(method, self.url + path, json=body, params=params))
         self._calls.add(call)
         try:
             return await call
@@ -173,21 +173,21 @@ class ServerConnection:
         finally:
             self._calls.discard(call)
 
-    def _client(self) -> httpx.AsyncClient:
+    def _get_client(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
             self._clients[loop] = httpx.AsyncClient(
                 transport=httpx.AsyncHTTPTransport(retries=1, limits=limits),  # retries connecting, nothing else
                 timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
-                headers=self._key_header(),
+                headers=self._build_key_header(),
             )
         return self._clients[loop]
 
-    def _key_header(self) -> dict[str, str]:
+    def _build_key_header(self) -> dict[str, str]:
         return {} if self._api_key is None else {"Authorization": f"Bearer {self._api_key.get_secret_value()}"}
 
-    async def asks_for_key(self, path: str) -> bool:
+    async def check_key_required(self, path: str) -> bool:
         """Return whether `path` is closed to a request without a key."""
         async with httpx.AsyncClient(timeout=_CONNECT_SECONDS) as stranger:
             with suppress(httpx.TransportError):
@@ -208,7 +208,7 @@ class ServerConnection:
             await client.aclose()
 
 
-def _error_text(response: httpx.Response) -> str:
+def _extract_error_text(response: httpx.Response) -> str:
     """Return the text of a server's refusal, in any of the usual shapes."""
     try:
         said = response.json()

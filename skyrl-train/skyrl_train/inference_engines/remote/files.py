@@ -46,7 +46,7 @@ class CheckpointFiles:
         return self._folder, report
 
 
-def adapter_fingerprints(path: str, version: int, verification: Verification = "sampled") -> dict[str, int]:
+def compute_adapter_fingerprints(path: str, version: int, verification: Verification = "sampled") -> dict[str, int]:
     """Compute fingerprints of the tensors in an adapter's file, by their names there.
 
     Raises:

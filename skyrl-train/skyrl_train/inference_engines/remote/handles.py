@@ -45,7 +45,7 @@ class RemoteEngines(EngineHandles):
             self._engines = [connect() for connect in self._connect]
             self._loop = LoopThread("remote-engines")
         engine = self._engines[index]
-        return self._loop.submit(_named(engine, getattr(engine, method.__name__), args))
+        return self._loop.submit(_name_handles(engine, getattr(engine, method.__name__), args))
 
     def wait(self, calls: list["Future[Any]"]) -> list[Any]:
         """Every call has the deadline of its engine. The first failure is raised when all have ended or failed."""
@@ -66,7 +66,9 @@ class RemoteEngines(EngineHandles):
             self._loop = None
 
 
-async def _named(engine: RemoteInferenceEngine, call: Callable[..., Awaitable[Any]], args: Sequence[object]) -> Any:
+async def _name_handles(
+    engine: RemoteInferenceEngine, call: Callable[..., Awaitable[Any]], args: Sequence[object]
+) -> Any:
     try:
         return await call(*args)
     except SkyRLError:

@@ -41,7 +41,7 @@ class KeyGuard:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await _refuse(send, _NO_KEY if self._expected is None else _WRONG_KEY)
+            await _build_refusal(send, _NO_KEY if self._expected is None else _WRONG_KEY)
 
     def _is_let_in(self, scope: "Scope") -> bool:
         if self._expected is None:
@@ -58,7 +58,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def key_from_file(path: str, setting: str) -> str:
+def read_key_file(path: str, setting: str) -> str:
     """The key that is the one line of a file.
 
     Args:
@@ -76,7 +76,7 @@ def key_from_file(path: str, setting: str) -> str:
     return words[0]
 
 
-async def _refuse(send: "Send", message: str) -> None:
+async def _build_refusal(send: "Send", message: str) -> None:
     body = json.dumps({"error": {"message": message, "type": "authentication_error", "code": "invalid_api_key"}})
     headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
     await send({"type": "http.response.start", "status": 401, "headers": headers})

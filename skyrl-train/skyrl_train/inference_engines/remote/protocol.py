@@ -43,7 +43,7 @@ class ServerProtocol(ABC):
 
     @staticmethod
     @abstractmethod
-    def recognizes(said: Mapping[str, object]) -> bool:
+    def is_served_by(said: Mapping[str, object]) -> bool:
         """Return whether a server of this kind gave these answers at /version and /model_info."""
 
     @staticmethod
@@ -52,7 +52,7 @@ class ServerProtocol(ABC):
         """Return a command that starts such a server of `model` at `url`."""
 
     @abstractmethod
-    async def facts(self) -> ServerFacts: ...
+    async def get_facts(self) -> ServerFacts: ...
 
     @abstractmethod
     async def check_health(self) -> None:
@@ -102,16 +102,16 @@ class ServerProtocol(ABC):
     async def reset_prefix_cache(self) -> None: ...
 
     @abstractmethod
-    async def weight_version(self) -> int: ...
+    async def get_weight_version(self) -> int: ...
 
     @abstractmethod
-    async def connect_weights(self, info: WeightSyncInitInfo) -> None: ...
+    async def init_weight_transfer(self, info: WeightSyncInitInfo) -> None: ...
 
     @abstractmethod
     async def update_weights(self, request: WeightUpdateRequest) -> None: ...
 
     @abstractmethod
-    async def finish_weights(self, version: int) -> WeightReport:
+    async def apply_weights(self, version: int) -> WeightReport:
         """Take on `version`."""
 
     @abstractmethod
@@ -127,11 +127,11 @@ class ServerProtocol(ABC):
     async def unload_adapter(self, name: str) -> None: ...
 
     @abstractmethod
-    async def adapters(self) -> list[str]:
+    async def list_adapters(self) -> list[str]:
         """Names at the server."""
 
 
-def version_of(said: Any, url: str) -> int:
+def parse_version(said: Any, url: str) -> int:
     """Our number from a server's word for its weights' version; `default` is what both kinds start with."""
     if said in (None, "default"):
         return 0
@@ -144,15 +144,15 @@ def version_of(said: Any, url: str) -> int:
         ) from None
 
 
-def versions_of(spans: list[JsonObject] | None, num_tokens: int, url: str) -> list[int]:
+def parse_token_versions(spans: list[JsonObject] | None, num_tokens: int, url: str) -> list[int]:
     """Each token's version from `[{version, start, end}]`."""
-    versions = [version_of(span["version"], url) for span in spans or [] for _ in range(span["start"], span["end"])]
+    versions = [parse_version(span["version"], url) for span in spans or [] for _ in range(span["start"], span["end"])]
     if len(versions) != num_tokens:
         raise WorkerError(f"the server at {url} gave versions for {len(versions)} of {num_tokens} tokens")
     return versions
 
 
-def vocabulary_of(model: str, url: str) -> int:
+def read_vocab_size(model: str, url: str) -> int:
     """Read the vocabulary size from the config of the server's model, which must be readable here.
 
     Raises:

@@ -17,7 +17,7 @@ class RunningRequests:
         return self._counts.total()
 
     @contextmanager
-    def one_more(self, adapter: str | None) -> Iterator[None]:
+    def count_request(self, adapter: str | None) -> Iterator[None]:
         self._counts[adapter] += 1
         try:
             yield
@@ -27,7 +27,7 @@ class RunningRequests:
                 if not future.done():
                     future.set_result(None)
 
-    async def until_none(self, adapter: str | None = None, *, of_any: bool = False) -> None:
+    async def wait_until_idle(self, adapter: str | None = None, *, of_any: bool = False) -> None:
         """Return when no request of `adapter` (with `of_any`: no request at all) is under way."""
         while len(self) if of_any else self._counts[adapter]:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -20,7 +20,7 @@ _ON_CPU = {
 }
 
 
-def server_arguments(settings: EngineSettings) -> dict[str, object]:
+def build_server_arguments(settings: EngineSettings) -> dict[str, object]:
     """Fields of SGLang's `ServerArgs`.
 
     Raises:
@@ -65,7 +65,7 @@ def server_arguments(settings: EngineSettings) -> dict[str, object]:
     return arguments | (_ON_CPU if on_cpu else {}) | dict(settings.engine_init_kwargs)
 
 
-def command_line(arguments: Mapping[str, object]) -> list[str]:
+def build_command_line(arguments: Mapping[str, object]) -> list[str]:
     """Return the options for SGLang's launcher."""
     words: list[str] = []
     for name, value in arguments.items():

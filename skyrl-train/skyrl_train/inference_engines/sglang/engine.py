@@ -14,7 +14,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.engine_settings import EngineSettings
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
 from skyrl_train.inference_engines.server_child import ServerChild
-from skyrl_train.inference_engines.sglang.arguments import command_line, server_arguments
+from skyrl_train.inference_engines.sglang.arguments import build_command_line, build_server_arguments
 from skyrl_train.inference_engines.sglang.orders import LocalSGLangProtocol
 
 
@@ -45,15 +45,15 @@ class SGLangInferenceEngine(RemoteInferenceEngine):
 
         if find_spec("sglang") is None:
             raise ConfigError("generator.backend=sglang needs the package sglang, which is not installed (INSTALL.md)")
-        start = EngineSettings.of(model_path, settings)
-        arguments = server_arguments(start)
+        start = EngineSettings.from_keywords(model_path, settings)
+        arguments = build_server_arguments(start)
         self._folder = tempfile.TemporaryDirectory(prefix="skyrl_sglang_")
         folder = Path(self._folder.name)
         with contextlib.ExitStack() as undo:  # of what was begun, if something fails
             undo.callback(self._folder.cleanup)
             self._child = ServerChild(
                 "the SGLang server",
-                [sys.executable, "-m", "sglang.launch_server", *command_line(arguments), "--host", "127.0.0.1"],
+                [sys.executable, "-m", "sglang.launch_server", *build_command_line(arguments), "--host", "127.0.0.1"],
                 folder / "server.log",
                 {"SGLANG_USE_CPU_ENGINE": "1"} if start.device == "cpu" else {},
             )

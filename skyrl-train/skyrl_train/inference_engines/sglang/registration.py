@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 from skyrl_train.config.engine_kinds import EngineTraits, register_engine
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference_engines.engine_settings import EngineSettings, check_division, library_keywords
+from skyrl_train.inference_engines.engine_settings import EngineSettings, build_library_keywords, check_division
 
 if TYPE_CHECKING:
     from skyrl_train.config import SkyRLConfig
 
 
-def _keywords(cfg: "SkyRLConfig", device: str) -> dict[str, Any]:
-    return library_keywords(cfg, device) | {
+def _build_keywords(cfg: "SkyRLConfig", device: str) -> dict[str, Any]:
+    return build_library_keywords(cfg, device) | {
         "start_timeout_seconds": cfg.generator.engine_start_timeout_seconds,
         "request_timeout_seconds": cfg.generator.request_timeout_seconds,
     }
@@ -34,7 +34,7 @@ def _check_settings(generator: GeneratorConfig) -> None:
             )
 
 
-def _server_protocol() -> Any:
+def _load_server_protocol() -> Any:
     from skyrl_train.inference_engines.remote.sglang import SGLangProtocol
 
     return SGLangProtocol
@@ -46,10 +46,10 @@ def _server_protocol() -> Any:
     requires=EngineTraits(
         library="sglang",
         copies_weights_asleep=True,  # `enable_weights_cpu_backup` in `arguments.py`
-        server_protocol=_server_protocol,
+        server_protocol=_load_server_protocol,
         attention_choice=True,
         adapter_slots=("max_loras_per_batch", 2),  # one that is put out may answer for a moment yet
-        keywords=_keywords,
+        keywords=_build_keywords,
         check_settings=_check_settings,
         check_model=check_division,
     ),

@@ -42,7 +42,7 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) 
     for text, _ in named_tensors:
         order = json.loads(text)
         try:
-            answer = {"fingerprints": _obey(model, order)}
+            answer = {"fingerprints": _handle_order(model, order)}
         except Exception as error:  # whatever it is, it must reach the trainer and not SGLang
             answer = {"error": f"{type(error).__name__}: {error}"}
         unfinished = Path(order["answer"] + ".part")
@@ -50,7 +50,7 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) 
         os.replace(unfinished, order["answer"])
 
 
-def _obey(model: torch.nn.Module, order: JsonObject) -> dict[str, int]:
+def _handle_order(model: torch.nn.Module, order: JsonObject) -> dict[str, int]:
     match order["do"]:
         case "connect":
             _connect(model, WeightSyncInitInfo(**order["info"]), order["process_index"])
@@ -72,14 +72,14 @@ def _connect(model: torch.nn.Module, info: WeightSyncInitInfo, process_index: in
     _connection = _Connection(WeightReceiver(info, device, process_index), info.verification)
 
 
-def _connected() -> _Connection:
+def _get_connection() -> _Connection:
     if _connection is None:
         raise WeightSyncError("no connection: init_weight_update_communicator was not called")
     return _connection
 
 
 def _update(model: torch.nn.Module, request: WeightUpdateRequest) -> None:
-    connection = _connected()
+    connection = _get_connection()
     if request.index == 0:
         connection.fingerprints = {}
     bucket = connection.receiver.receive(request)
@@ -93,7 +93,7 @@ def _update(model: torch.nn.Module, request: WeightUpdateRequest) -> None:
 
 
 def _finish(version: int) -> dict[str, int]:
-    connection = _connected()
+    connection = _get_connection()
     names = frozenset(connection.fingerprints)
     try:
         connection.receiver.finish(version)

@@ -24,7 +24,7 @@ def check_adapter(path: str) -> None:
         )
 
 
-def leave_head_alone(model: torch.nn.Module) -> None:
+def remove_head_adapter(model: torch.nn.Module) -> None:
     """Take adapters off the LM head. vLLM puts one there for all models; on a CPU it costs a gather of vocabulary x
     rank numbers a token, and prompt log-probs fail under it (`vllm/lora/punica_wrapper/punica_cpu.py`,
     `add_lora_logits`: it knows an adapter a request, but is given a row a prompt token)."""
@@ -36,7 +36,9 @@ def leave_head_alone(model: torch.nn.Module) -> None:
                 setattr(parent, name, child.base_layer)
 
 
-def held_fingerprints(runner: Any, lora_id: int, path: str, version: int, verification: Verification) -> dict[str, int]:
+def compute_loaded_fingerprints(
+    runner: Any, lora_id: int, path: str, version: int, verification: Verification
+) -> dict[str, int]:
     """Fingerprints of the tensors of an adapter's file, by their names in it; one that vLLM holds otherwise, or not at
     all, is left out.
 

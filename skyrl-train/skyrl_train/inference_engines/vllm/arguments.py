@@ -32,7 +32,7 @@ _CPU_CACHE_BYTES = 1 << 30
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def engine_arguments(settings: EngineSettings) -> "AsyncEngineArgs":
+def build_engine_arguments(settings: EngineSettings) -> "AsyncEngineArgs":
     """vLLM's arguments.
 
     Raises:
@@ -72,7 +72,7 @@ def engine_arguments(settings: EngineSettings) -> "AsyncEngineArgs":
     if settings.max_lora_rank:
         ours |= {
             "enable_lora": True,
-            "max_lora_rank": _lora_rank(settings.max_lora_rank),
+            "max_lora_rank": _round_up_lora_rank(settings.max_lora_rank),
             "max_loras": 4,  # those that answer, the one that takes the place of another, and see `_load_lora`
             "fully_sharded_loras": settings.fully_sharded_loras,
         }
@@ -119,7 +119,7 @@ def _check_device(device: str) -> None:
         )
 
 
-def _lora_rank(rank: int) -> int:
+def _round_up_lora_rank(rank: int) -> int:
     """The smallest rank that vLLM has room for."""
     for known in _LORA_RANKS:
         if rank <= known:

@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata
 
 
-def spare_generators_of_partial_prompts(runner: Any) -> None:
+def save_generators_of_partial_prompts(runner: Any) -> None:
     """Change a vLLM model runner on a CPU as said above."""
     forward, bookkeeping = runner.sampler.forward, runner._bookkeeping_sync
 
     def spared_forward(
         logits: "torch.Tensor", sampling_metadata: "SamplingMetadata", *args: object, **kwargs: object
     ) -> "SamplerOutput":
-        kept = _of_complete_prompts(runner)
+        kept = _select_complete_prompts(runner)
         if len(kept) < len(sampling_metadata.generators):
             sampling_metadata = replace(sampling_metadata, generators=kept)
         return forward(logits, sampling_metadata, *args, **kwargs)
 
     def spared_bookkeeping(*args: object, **kwargs: object) -> object:
         everything = runner.input_batch.generators
-        runner.input_batch.generators = _of_complete_prompts(runner)
+        runner.input_batch.generators = _select_complete_prompts(runner)
         try:
             return bookkeeping(*args, **kwargs)
         finally:
@@ -40,7 +40,7 @@ def spare_generators_of_partial_prompts(runner: Any) -> None:
     runner._bookkeeping_sync = spared_bookkeeping
 
 
-def _of_complete_prompts(runner: Any) -> "dict[int, torch.Generator]":
+def _select_complete_prompts(runner: Any) -> "dict[int, torch.Generator]":
     batch = runner.input_batch
     partial = set(np.nonzero(runner.discard_request_mask.np[: batch.num_reqs])[0].tolist())
     return {row: generator for row, generator in batch.generators.items() if row not in partial}

@@ -41,20 +41,20 @@ class Region:
     held: Place
     computed: bool = False
 
-    def expected(self, tensor: torch.Tensor, sampling: VerificationSample) -> torch.Tensor:
+    def sample_expected(self, tensor: torch.Tensor, sampling: VerificationSample) -> torch.Tensor:
         """The sample of the part, of a whole tensor as the trainer sent it, in the dtype of the layer."""
         part = tensor[self.source]
         if self.computed:
-            return as_computed(part[:, self._columns(sampling)].t().to(self.layer.weight.dtype))
-        return _rows(part, sampling).to(getattr(self.layer, self.parameter).dtype)
+            return as_computed(part[:, self._get_columns(sampling)].t().to(self.layer.weight.dtype))
+        return _sample_rows(part, sampling).to(getattr(self.layer, self.parameter).dtype)
 
-    def num_bytes(self, tensor: torch.Tensor) -> int:
+    def count_bytes(self, tensor: torch.Tensor) -> int:
         """Return the size of the whole part in the dtype of the layer."""
         return tensor[self.source].numel() * getattr(self.layer, self.parameter).itemsize
 
-    def _columns(self, sampling: VerificationSample) -> slice:
+    def _get_columns(self, sampling: VerificationSample) -> slice:
         """The same for all parts of a layer, so that one product serves them."""
-        rows, columns = _matrix_shape(self.layer)
+        rows, columns = _get_matrix_shape(self.layer)
         return sampling.of(columns, rows * columns * self.layer.weight.itemsize)
 
 
@@ -68,13 +68,13 @@ class LayerReader:
         self._key: tuple[int, str] | None = None
         self._kept = torch.empty(0)
 
-    def held(self, region: Region) -> torch.Tensor:
+    def sample_loaded(self, region: Region) -> torch.Tensor:
         """The counterpart of `Region.expected`."""
         if region.computed:
-            columns = region._columns(self._sampling)
-            return self._keep(region, lambda: _columns_of(region.layer, columns))[:, region.held[0]]
-        stored = self._keep(region, lambda: _as_in_checkpoint(region.layer, region.parameter))
-        return _rows(stored[region.held], self._sampling)
+            columns = region._get_columns(self._sampling)
+            return self._keep(region, lambda: _get_matrix_columns(region.layer, columns))[:, region.held[0]]
+        stored = self._keep(region, lambda: _to_checkpoint_order(region.layer, region.parameter))
+        return _sample_rows(stored[region.held], self._sampling)
 
     def _keep(self, region: Region, read: Any) -> torch.Tensor:
         key = (id(region.layer), region.parameter)
@@ -83,7 +83,7 @@ class LayerReader:
         return self._kept
 
 
-def regions_in_layer(layer: torch.nn.Module, parameter: str, part: int | None, shape: torch.Size) -> list[Region]:
+def find_layer_regions(layer: torch.nn.Module, parameter: str, part: int | None, shape: torch.Size) -> list[Region]:
     """The regions of a checkpoint's tensor of `shape` in a layer; none if they are not known.
 
     Args:
@@ -93,16 +93,16 @@ def regions_in_layer(layer: torch.nn.Module, parameter: str, part: int | None, s
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     if isinstance(layer, LinearBase):
-        return _linear(layer, parameter, part, shape)
+        return _find_linear_regions(layer, parameter, part, shape)
     if isinstance(layer, VocabParallelEmbedding):
-        return _vocabulary(layer, parameter, shape)
+        return _find_vocabulary_regions(layer, parameter, shape)
     stored = layer._parameters.get(parameter)
     if stored is None or stored.shape != shape or part is not None:
         return []
-    return [Region(layer, parameter, _whole(shape), _whole(shape))]
+    return [Region(layer, parameter, _find_whole_region(shape), _find_whole_region(shape))]
 
 
-def _whole(shape: torch.Size) -> Place:
+def _find_whole_region(shape: torch.Size) -> Place:
     return tuple(slice(0, size) for size in shape)
 
 
@@ -118,8 +118,8 @@ class _Shard:
     of: int
 
 
-def _linear(layer: VllmLayer, parameter: str, part: int | None, shape: torch.Size) -> list[Region]:
-    shards, columns = _shards_of(layer)
+def _find_linear_regions(layer: VllmLayer, parameter: str, part: int | None, shape: torch.Size) -> list[Region]:
+    shards, columns = _find_shards(layer)
     picked = shards if part is None else shards[part : part + 1]
     if sum(shard.of for shard in picked) != shape[0] or parameter not in ("weight", "bias"):
         return []
@@ -131,19 +131,23 @@ def _linear(layer: VllmLayer, parameter: str, part: int | None, shape: torch.Siz
     for shard in picked:
         source = slice(source_start + shard.start, source_start + shard.start + shard.size)
         held = slice(held_start, held_start + shard.size)
-        regions += _matrix(layer, source, columns, held) if parameter == "weight" else [_bias(layer, source, held)]
+        regions += (
+            _build_matrix_regions(layer, source, columns, held)
+            if parameter == "weight"
+            else [_build_bias_regions(layer, source, held)]
+        )
         source_start += shard.of
         held_start += shard.size
     return regions
 
 
-def _shards_of(layer: VllmLayer) -> tuple[list[_Shard], slice]:
+def _find_shards(layer: VllmLayer) -> tuple[list[_Shard], slice]:
     """Rows of each tensor that a linear layer keeps, and the columns of all; no rows if its kind is not known."""
     from vllm.model_executor.layers import linear
 
     rank, size = layer.tp_rank, layer.tp_size
     all_columns = slice(0, layer.input_size)
-    if _loads_as(layer, linear.QKVParallelLinear):
+    if _is_loaded_as(layer, linear.QKVParallelLinear):
         copies = layer.num_kv_head_replicas  # of a key-value head, where there are fewer of them than processes
         query, key, value = (
             layer.num_heads * layer.head_size,
@@ -154,20 +158,20 @@ def _shards_of(layer: VllmLayer) -> tuple[list[_Shard], slice]:
             _Shard(rank // copies * key, key, size // copies * key),
             _Shard(rank // copies * value, value, size // copies * value),
         ], all_columns
-    if _loads_as(layer, linear.MergedColumnParallelLinear):
+    if _is_loaded_as(layer, linear.MergedColumnParallelLinear):
         return [_Shard(rank * (rows // size), rows // size, rows) for rows in layer.output_sizes], all_columns
-    if _loads_as(layer, linear.ColumnParallelLinear):
+    if _is_loaded_as(layer, linear.ColumnParallelLinear):
         rows = layer.output_size // size
         return [_Shard(rank * rows, rows, layer.output_size)], all_columns
-    if _loads_as(layer, linear.RowParallelLinear):
+    if _is_loaded_as(layer, linear.RowParallelLinear):
         width = layer.input_size // size
         return [_Shard(0, layer.output_size, layer.output_size)], slice(rank * width, (rank + 1) * width)
-    if _loads_as(layer, linear.ReplicatedLinear):
+    if _is_loaded_as(layer, linear.ReplicatedLinear):
         return [_Shard(0, layer.output_size, layer.output_size)], all_columns
     return [], all_columns
 
 
-def _loads_as(layer: VllmLayer, kind: type) -> bool:
+def _is_loaded_as(layer: VllmLayer, kind: type) -> bool:
     """Return whether a layer shards its weights as `kind` does; one with a loader of its own does not."""
     loaders = ("weight_loader", "weight_loader_v2")
     return isinstance(layer, kind) and all(
@@ -175,56 +179,60 @@ def _loads_as(layer: VllmLayer, kind: type) -> bool:
     )
 
 
-def _matrix(layer: VllmLayer, rows: slice, columns: slice, held_rows: slice) -> list[Region]:
+def _build_matrix_regions(layer: VllmLayer, rows: slice, columns: slice, held_rows: slice) -> list[Region]:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     if not isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
         return []
-    if hasattr(layer, "cpu_linear") and not _looks_up(layer):
+    if hasattr(layer, "cpu_linear") and not _is_lookup(layer):
         return [Region(layer, "weight", (rows, columns), (held_rows,), computed=True)]
-    if layer.weight.shape != _matrix_shape(layer):
+    if layer.weight.shape != _get_matrix_shape(layer):
         return []  # swizzled for a kernel
     return [Region(layer, "weight", (rows, columns), (held_rows, slice(0, columns.stop - columns.start)))]
 
 
-def _bias(layer: VllmLayer, rows: slice, held_rows: slice) -> Region:
+def _build_bias_regions(layer: VllmLayer, rows: slice, held_rows: slice) -> Region:
     return Region(layer, "bias", (rows,), (held_rows,))
 
 
-def _matrix_shape(layer: VllmLayer) -> tuple[int, int]:
+def _get_matrix_shape(layer: VllmLayer) -> tuple[int, int]:
     """Return the shape of a layer's matrix in this process: outputs, inputs."""
     if hasattr(layer, "num_embeddings_per_partition"):
         return layer.num_embeddings_per_partition, layer.embedding_dim
-    shards, columns = _shards_of(layer)
+    shards, columns = _find_shards(layer)
     return sum(shard.size for shard in shards), columns.stop - columns.start
 
 
-def _columns_of(layer: VllmLayer, columns: slice) -> torch.Tensor:
+def _get_matrix_columns(layer: VllmLayer, columns: slice) -> torch.Tensor:
     """Columns of the matrix that a layer multiplies by, one a row. [columns, outputs]"""
     weight = layer.weight
     return columns_by_products(
-        lambda rows: layer.quant_method.apply(layer, rows), _matrix_shape(layer), columns, weight.dtype, weight.device
+        lambda rows: layer.quant_method.apply(layer, rows),
+        _get_matrix_shape(layer),
+        columns,
+        weight.dtype,
+        weight.device,
     )
 
 
 # ---- vocabularies
 
 
-def _vocabulary(layer: VllmLayer, parameter: str, shape: torch.Size) -> list[Region]:
+def _find_vocabulary_regions(layer: VllmLayer, parameter: str, shape: torch.Size) -> list[Region]:
     shard = layer.shard_indices
     if shard.added_vocab_end_index > shard.added_vocab_start_index or shape[0] != layer.org_vocab_size:
         return []
     rows = slice(shard.org_vocab_start_index, shard.org_vocab_end_index)
     held = slice(0, rows.stop - rows.start)
     if parameter == "bias":
-        return [_bias(layer, rows, held)]
+        return [_build_bias_regions(layer, rows, held)]
     if parameter != "weight" or shape[1:] != (layer.embedding_dim,):
         return []
-    return _matrix(layer, rows, slice(0, layer.embedding_dim), held)
+    return _build_matrix_regions(layer, rows, slice(0, layer.embedding_dim), held)
 
 
-def _looks_up(layer: VllmLayer) -> bool:
+def _is_lookup(layer: VllmLayer) -> bool:
     """A vocabulary that picks rows, where an LM head multiplies."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -241,15 +249,15 @@ def is_experts(layer: VllmLayer) -> bool:
     return isinstance(layer, RoutedExperts)
 
 
-def regions_in_experts(layer: VllmLayer, kind: str, expert: int | None, shape: torch.Size) -> list[Region]:
+def find_expert_regions(layer: VllmLayer, kind: str, expert: int | None, shape: torch.Size) -> list[Region]:
     """The regions of a tensor of `shape` in a layer of experts; none if they are not known or not here.
 
     Args:
         kind: `gate`, `up`, `gate_up` or `down`.
         expert: None: the tensor stacks all of them.
     """
-    experts = _experts_here(layer, expert, shape)
-    if experts is None or not _layout_is_known(layer):
+    experts = _find_local_experts(layer, expert, shape)
+    if experts is None or not _is_known_layout(layer):
         return []
     source_experts, held_experts = experts
     config = layer.moe_config
@@ -267,7 +275,7 @@ def regions_in_experts(layer: VllmLayer, kind: str, expert: int | None, shape: t
     regions = []
     for index, half in enumerate(halves):
         start = index * height + rank * here
-        held_start = 0 if half == "gate" else _height_of_gate(layer)
+        held_start = 0 if half == "gate" else _get_gate_height(layer)
         regions.append(
             Region(
                 layer,
@@ -279,7 +287,7 @@ def regions_in_experts(layer: VllmLayer, kind: str, expert: int | None, shape: t
     return regions
 
 
-def _experts_here(layer: VllmLayer, expert: int | None, shape: torch.Size) -> tuple[Place, Place] | None:
+def _find_local_experts(layer: VllmLayer, expert: int | None, shape: torch.Size) -> tuple[Place, Place] | None:
     """Locate this process's experts: their place in the tensor (empty for one expert's own), and in the layer."""
     config, manager = layer.moe_config, layer.expert_map_manager
     if config.num_experts != config.num_logical_experts or manager.num_fused_shared_experts:
@@ -296,14 +304,14 @@ def _experts_here(layer: VllmLayer, expert: int | None, shape: torch.Size) -> tu
     return (slice(here[0], here[0] + len(here)),), (slice(0, len(here)),)
 
 
-def _height_of_gate(layer: VllmLayer) -> int:
+def _get_gate_height(layer: VllmLayer) -> int:
     """Rows before those of `up`, with padding. (While weights are loaded, the layer has its parameters without it.)"""
     if layer.quant_method.unquantized_backend.name == "CPU":
-        return _experts_of(layer)._padded_intermediate_size(layer.moe_config)
+        return _get_expert_kernel(layer)._padded_intermediate_size(layer.moe_config)
     return layer.w13_weight.shape[1] // 2
 
 
-def _layout_is_known(layer: VllmLayer) -> bool:
+def _is_known_layout(layer: VllmLayer) -> bool:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     if not isinstance(layer.quant_method, UnquantizedFusedMoEMethod) or layer.is_fused_checkpoint_transposed:
@@ -312,27 +320,27 @@ def _layout_is_known(layer: VllmLayer) -> bool:
         return False
     backend = layer.quant_method.unquantized_backend.name
     if backend == "CPU":
-        return not _experts_of(layer)._use_zentorch
+        return not _get_expert_kernel(layer)._use_zentorch
     return backend in ("TRITON", "BATCHED_TRITON")  # others shuffle
 
 
-def _experts_of(layer: VllmLayer) -> VllmLayer:
+def _get_expert_kernel(layer: VllmLayer) -> VllmLayer:
     """Return the kernel that computes with a layer's experts."""
     return layer.quant_method.moe_kernel.fused_experts
 
 
-def _as_in_checkpoint(layer: VllmLayer, parameter: str) -> torch.Tensor:
+def _to_checkpoint_order(layer: VllmLayer, parameter: str) -> torch.Tensor:
     """A parameter in the order of a checkpoint. Experts on a CPU are packed in another one."""
     stored = getattr(layer, parameter).detach()
     if stored.dim() != 3 or stored.device.type != "cpu" or not is_experts(layer):
         return stored
-    order = _packed_order(stored, _experts_of(layer).isa)
+    order = _compute_packed_order(stored, _get_expert_kernel(layer).isa)
     unpacked = torch.empty_like(stored).view(len(stored), -1)
     unpacked[:, order] = stored.reshape(len(stored), -1)
     return unpacked.view(stored.shape)
 
 
-def _packed_order(stored: torch.Tensor, isa: str) -> torch.Tensor:
+def _compute_packed_order(stored: torch.Tensor, isa: str) -> torch.Tensor:
     """Find the index in an expert's matrix of each number of the packed one, by packing the digits of their
     indices (to base 256, exact in every float format). [numbers of an expert]"""
     from vllm._custom_ops import cpu_prepack_moe_weight
@@ -345,7 +353,7 @@ def _packed_order(stored: torch.Tensor, isa: str) -> torch.Tensor:
     return order
 
 
-def _rows(part: torch.Tensor, sampling: VerificationSample) -> torch.Tensor:
+def _sample_rows(part: torch.Tensor, sampling: VerificationSample) -> torch.Tensor:
     """The sample of a stored part: some of the rows of its matrices."""
     if part.dim() < 2:
         return part

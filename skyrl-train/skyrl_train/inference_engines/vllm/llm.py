@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
 from skyrl_train.inference_engines.loop_thread import LoopStopped, LoopThread
-from skyrl_train.inference_engines.vllm.processes import children_of_this_process, end_processes
+from skyrl_train.inference_engines.vllm.processes import list_descendants, stop_processes
 from skyrl_train.utils.explanations import explain_expiry
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ class LLMProcesses:
         self._timeout = timeout_seconds
         self._closed = False
         self._loop = LoopThread("vllm-engine")
-        before = children_of_this_process()
+        before = list_descendants()
         try:
             with waiting("vLLM to start", deadline=timeout_seconds):
                 self.llm = self._loop.call_from_thread(_start(arguments))
-            self._processes = [p for p in children_of_this_process() if p not in before]
+            self._processes = [p for p in list_descendants() if p not in before]
         except BaseException:
-            end_processes([p for p in children_of_this_process() if p not in before])
+            stop_processes([p for p in list_descendants() if p not in before])
             self._loop.stop()
             raise
 
@@ -83,15 +83,15 @@ class LLMProcesses:
             late = f"the vllm engine did not answer {what} within {limit:g} seconds"
             raise WorkerError(late + await asyncio.to_thread(explain_expiry, late)) from error
         except EngineDeadError as error:
-            raise self.dead(error) from error
+            raise self.build_crash_error(error) from error
 
     def raise_if_dead(self) -> None:
         if self._closed:
             raise WorkerError(_CLOSED)
         if self.llm.errored:
-            raise self.dead(None)
+            raise self.build_crash_error(None)
 
-    def dead(self, error: BaseException | None) -> WorkerError:
+    def build_crash_error(self, error: BaseException | None) -> WorkerError:
         """Return the error for calls after vLLM's processes ended."""
         if self._closed:
             return WorkerError(_CLOSED)
@@ -100,17 +100,17 @@ class LLMProcesses:
 
     # ---- in the engine's loop
 
-    async def rpc(self, method: str, *args: object) -> list[Any]:
+    async def call_workers(self, method: str, *args: object) -> list[Any]:
         """Call a method of every worker of every data-parallel replica. (vLLM's own `collective_rpc` calls them all as
         well, but gives back the answers of the first replica alone.)"""
         core: Any = self.llm.engine_core
         replicas = await core.call_utility_all_async("collective_rpc", method, None, args, None)
         return [answer for replica in replicas for answer in replica]
 
-    async def weight_rpc(self, method: str, *args: object) -> list[Any]:
+    async def call_workers_for_weights(self, method: str, *args: object) -> list[Any]:
         """`rpc`, where what a worker raises is a WeightSyncError with its words."""
         try:
-            return await self.rpc(method, *args)
+            return await self.call_workers(method, *args)
         except Exception as error:  # vLLM passes on the text of whatever a worker raised
             if self.llm.errored:
                 raise
@@ -138,7 +138,7 @@ class LLMProcesses:
             self.llm.shutdown(timeout=_SHUTDOWN_SECONDS)
             resources: Any = self.llm.engine_core.resources  # pyright: ignore[reportAttributeAccessIssue]
             resources.ctx.destroy(linger=0)  # ZeroMQ's, which vLLM leaves to the garbage collector
-        end_processes(self._processes)
+        stop_processes(self._processes)
         del self.llm  # its own end must not come when the interpreter's has begun
 
 

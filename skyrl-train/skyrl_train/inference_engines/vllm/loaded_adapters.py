@@ -34,7 +34,7 @@ class LoadedAdapters:
         self._by_name: dict[str, LoadedAdapter] = {}
         self._num_loaded = 0
 
-    def named(self, name: str) -> LoadedAdapter:
+    def get_by_name(self, name: str) -> LoadedAdapter:
         """
         Raises:
             ValueError: no adapter has that name.
@@ -65,27 +65,27 @@ class LoadedAdapters:
             raise WeightSyncError(f"vLLM did not load adapter {request.name!r} from {request.path}: {error}") from error
         if not loaded:
             raise WeightSyncError(f"vLLM did not load adapter {request.name!r} from {request.path}")
-        reports = await self._processes.weight_rpc("skyrl_lora", number, request.path, request.version)
+        reports = await self._processes.call_workers_for_weights("skyrl_lora", number, request.path, request.version)
         before = self._by_name.get(request.name)
         self._by_name[request.name] = LoadedAdapter(lora, request.version)
         if before is not None:
             before.replaced = True
-            await self.forget_if_unused(before)
-        return WeightReport(version=request.version, fingerprints=merged_reports(reports))
+            await self.remove_if_unused(before)
+        return WeightReport(version=request.version, fingerprints=merge_reports(reports))
 
     async def unload(self, name: str) -> None:
-        adapter = self.named(name)
+        adapter = self.get_by_name(name)
         del self._by_name[name]
         adapter.replaced = True
-        await self.forget_if_unused(adapter)
+        await self.remove_if_unused(adapter)
 
-    async def forget_if_unused(self, adapter: LoadedAdapter) -> None:
+    async def remove_if_unused(self, adapter: LoadedAdapter) -> None:
         if adapter.replaced and not adapter.num_running and not self._processes.llm.errored:
             adapter.replaced = False  # once
             await self._processes.llm.remove_lora(adapter.request.lora_int_id)
 
 
-def merged_reports(reports: list[dict[str, int]]) -> dict[str, int]:
+def merge_reports(reports: list[dict[str, int]]) -> dict[str, int]:
     """One report of the workers' reports.
 
     Raises:

@@ -38,10 +38,10 @@ class ModelUpdate:
         self._model = model
         self._config = vllm_config
         self._version = version
-        self._tied = _tied_layers(model)
+        self._tied = _find_tied_layers(model)
         self._names = WeightNames(model)
         self._comparison = HeldComparison(HeldWeights(model, self._tied), process, version, verification)
-        with self._vllm_context():
+        with self._set_vllm_context():
             initialize_layerwise_reload(model)
 
     def load(self, tensors: list[NamedTensor]) -> None:
@@ -50,10 +50,10 @@ class ModelUpdate:
         Raises:
             WeightSyncError: the model has no such parameter, or another shape.
         """
-        self._comparison.expect(tensors)
+        self._comparison.add_expected(tensors)
         try:
-            with self._vllm_context(), torch.no_grad(), _packing_experts(self._model):
-                given = (pair for name, tensor in tensors for pair in self._names.as_in_checkpoint(name, tensor))
+            with self._set_vllm_context(), torch.no_grad(), _packing_experts(self._model):
+                given = (pair for name, tensor in tensors for pair in self._names.iter_checkpoint_tensors(name, tensor))
                 self._model.load_weights(given)  # pyright: ignore[reportCallIssue]
         except (ValueError, KeyError, AssertionError, RuntimeError) as error:
             names = ", ".join(name for name, _ in tensors)
@@ -61,7 +61,7 @@ class ModelUpdate:
                 f"vLLM's {type(self._model).__name__} did not take a bucket of weights ({names}): "
                 f"{type(error).__name__}: {error}"
             ) from error
-        self._keep_buffered()
+        self._copy_buffered()
 
     def finish(self, must_be_full: bool) -> ProcessReport:
         """Put the new weights in place.
@@ -78,30 +78,30 @@ class ModelUpdate:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         self._check_layers(must_be_full)
-        with self._vllm_context(), torch.no_grad():
+        with self._set_vllm_context(), torch.no_grad():
             with _packing_experts(self._model):
                 finalize_layerwise_reload(self._model, self._config.model_config)
             self._tie_again()
-            return self._comparison.report()
+            return self._comparison.build_report()
 
     def discard(self) -> None:
         """Make the model whole again, of old and new layers: a later full update can come, generation must not."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        for _, info in self._waiting_layers():
+        for _, info in self._iter_incomplete_layers():
             info.loaded_weights.clear()
             info.load_numel = 0
-        with self._vllm_context(), torch.no_grad():
+        with self._set_vllm_context(), torch.no_grad():
             with _packing_experts(self._model):
                 finalize_layerwise_reload(self._model, self._config.model_config)
             self._tie_again()
 
-    def _vllm_context(self) -> Any:
+    def _set_vllm_context(self) -> Any:
         from vllm.config import set_current_vllm_config
 
         return set_current_vllm_config(self._config)
 
-    def _waiting_layers(self) -> Iterable[tuple[str, Any]]:
+    def _iter_incomplete_layers(self) -> Iterable[tuple[str, Any]]:
         """Layers that are not yet complete, with vLLM's notes on them."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -110,9 +110,9 @@ class ModelUpdate:
             if info.can_load():
                 yield name, info
 
-    def _keep_buffered(self) -> None:
+    def _copy_buffered(self) -> None:
         """vLLM holds on to the tensors of a layer until all have come; ours are the sender's memory, so copy those."""
-        for _, info in self._waiting_layers():
+        for _, info in self._iter_incomplete_layers():
             for parameter_name, arguments in info.loaded_weights:
                 del parameter_name
                 for key, value in arguments.arguments.items():
@@ -122,10 +122,10 @@ class ModelUpdate:
     def _check_layers(self, must_be_full: bool) -> None:
         modules = dict(self._model.named_modules())
         tied = {id(layer) for layer, _ in self._tied}
-        for name, info in self._waiting_layers():
+        for name, info in self._iter_incomplete_layers():
             layer = modules[name]
             total = sum(parameter.numel() for parameter in layer._parameters.values() if parameter is not None)
-            if not total or id(layer) in tied or _loads_nothing(layer):
+            if not total or id(layer) in tied or _has_optional_weights(layer):
                 continue
             if not info.load_numel:
                 if must_be_full:
@@ -161,14 +161,14 @@ def _packing_experts(model: torch.nn.Module) -> Iterator[None]:
             method.moe_kernel = kernel
 
 
-def _loads_nothing(layer: torch.nn.Module) -> bool:
+def _has_optional_weights(layer: torch.nn.Module) -> bool:
     """Attention layers hold scales that a checkpoint need not have."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     return is_deferred_attention_layer(layer)
 
 
-def _tied_layers(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+def _find_tied_layers(model: torch.nn.Module) -> list[tuple[Any, Any]]:
     """(layer, the layer whose weight it shares), such as an LM head and the embedding of a model with tied ones."""
     seen: dict[int, torch.nn.Module] = {}
     tied = []

@@ -17,7 +17,7 @@ _INTERVAL_SECONDS = 0.5
 _started = threading.Event()
 
 
-def watch_owner() -> None:
+def start_owner_watch() -> None:
     """Start the watch, once a process. Does nothing in a process that nobody's multiprocessing started."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None or _started.is_set() or not os.path.exists("/proc/self/stat"):
@@ -25,10 +25,10 @@ def watch_owner() -> None:
     _started.set()
     owner = int(os.environ.get(OWNER_VARIABLE, parent.pid))
     arguments = (owner, _start_time(owner), parent.pid)
-    threading.Thread(target=_watch, args=arguments, name="orphan-watch", daemon=True).start()
+    threading.Thread(target=_run_watch, args=arguments, name="orphan-watch", daemon=True).start()
 
 
-def _watch(owner: int, started: str | None, parent: int) -> None:
+def _run_watch(owner: int, started: str | None, parent: int) -> None:
     while os.getppid() == parent and started is not None and _start_time(owner) == started:
         time.sleep(_INTERVAL_SECONDS)
     if parent != owner and os.getppid() == parent:

@@ -7,7 +7,7 @@ import psutil
 _PATIENCE_SECONDS = 10.0
 
 
-def children_of_this_process() -> list[psutil.Process]:
+def list_descendants() -> list[psutil.Process]:
     """Return all descendants, without the resource tracker of Python's multiprocessing."""
     found = []
     for process in psutil.Process().children(recursive=True):
@@ -17,7 +17,7 @@ def children_of_this_process() -> list[psutil.Process]:
     return found
 
 
-def end_processes(processes: list[psutil.Process]) -> None:
+def stop_processes(processes: list[psutil.Process]) -> None:
     """Kill those that still run, and wait for them."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from skyrl_train.inference_engines.base import StopReason, TopLogProbs
-from skyrl_train.inference_engines.request import Completion, top_log_probs_of
+from skyrl_train.inference_engines.request import Completion, build_top_log_probs
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -44,13 +44,13 @@ class RequestState:
     def has_begun(self) -> bool:
         return bool(self.token_ids)
 
-    def completion(self) -> Completion:
+    def build_completion(self) -> Completion:
         return Completion(
             token_ids=self.token_ids,
             stop_reason=self.stop_reason or "abort",
             weight_versions=self.weight_versions,
             log_probs=self.log_probs,
-            top=top_log_probs_of(self.top, self.num_answer_top) if self.num_answer_top else None,
+            top=build_top_log_probs(self.top, self.num_answer_top) if self.num_answer_top else None,
             prompt_log_probs=self.prompt_log_probs,
             prompt_top=self.prompt_top,
             num_cached_prompt_tokens=self.num_cached_prompt_tokens,
@@ -85,25 +85,25 @@ class RequestState:
                     for position in output.prompt_logprobs
                     if position
                 ]
-                self.prompt_top = top_log_probs_of(places, self.num_top)
+                self.prompt_top = build_top_log_probs(places, self.num_top)
         if output.finished:
             self._end(completion.finish_reason)
-            self._label(completion.weight_versions or [])
+            self._get_label(completion.weight_versions or [])
 
     def _end(self, finish_reason: str | None) -> None:
         if finish_reason not in ("stop", "length", "abort"):
             raise RuntimeError(f"vLLM ended a request with {finish_reason!r}")
         self.stop_reason = finish_reason
 
-    def _label(self, spans: list) -> None:
+    def _get_label(self, spans: list) -> None:
         if self.lora_version is not None:
             self.weight_versions = [self.lora_version] * len(self.token_ids)
             return
-        self.weight_versions = [version_of(span.version) for span in spans for _ in range(span.start, span.end)]
+        self.weight_versions = [parse_version(span.version) for span in spans for _ in range(span.start, span.end)]
         if len(self.weight_versions) != len(self.token_ids):
             raise RuntimeError(f"vLLM told the versions of {len(self.weight_versions)} of {len(self.token_ids)} tokens")
 
 
-def version_of(label: str) -> int:
+def parse_version(label: str) -> int:
     """Our number for vLLM's label."""
     return 0 if label == UNLABELLED else int(label)

@@ -9,7 +9,7 @@ from skyrl_train.errors import UnsupportedByEngine
 from skyrl_train.inference_engines.base import SamplingKeywords
 from skyrl_train.inference_engines.constraints import Constraint
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair, split_seed
-from skyrl_train.inference_engines.native.sampling import random_key
+from skyrl_train.inference_engines.native.sampling import compute_random_key
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VLLMSamplingParams
@@ -24,7 +24,7 @@ ANSWER_FROM_START = (
 )
 
 
-def vllm_split_seed(given: SamplingKeywords) -> tuple[EngineSamplingParams, SeedPair | None]:
+def check_and_split_seed(given: SamplingKeywords) -> tuple[EngineSamplingParams, SeedPair | None]:
     """Check sampling settings as `split_seed` does, and that vLLM takes the temperature for what it is. Used for remote
     servers of every kind."""
     params, seed = split_seed(given)
@@ -40,7 +40,7 @@ def vllm_split_seed(given: SamplingKeywords) -> tuple[EngineSamplingParams, Seed
     return params, seed
 
 
-def seed_of(pair: SeedPair | None, num_prompt_tokens: int) -> int | None:
+def compute_seed(pair: SeedPair | None, num_prompt_tokens: int) -> int | None:
     """One number in [0, 2**63) from (seed, index) and the prompt's length.
 
     vLLM begins a request's random numbers anew with each request. The length keeps an aborted answer that is sent again
@@ -48,10 +48,10 @@ def seed_of(pair: SeedPair | None, num_prompt_tokens: int) -> int | None:
     """
     if pair is None:
         return None
-    return int(random_key(int(random_key(*pair)), num_prompt_tokens)) >> 1
+    return int(compute_random_key(int(compute_random_key(*pair)), num_prompt_tokens)) >> 1
 
 
-def http_sampling(params: EngineSamplingParams, seed: int | None) -> SamplingKeywords:
+def build_http_sampling(params: EngineSamplingParams, seed: int | None) -> SamplingKeywords:
     """The sampling part of a body for `/v1/completions`. Every keyword is there, so that a server's own defaults (those
     of the model's `generation_config.json`) change nothing."""
     return {
@@ -64,7 +64,7 @@ def http_sampling(params: EngineSamplingParams, seed: int | None) -> SamplingKey
         "frequency_penalty": params.frequency_penalty,
         "presence_penalty": params.presence_penalty,
         "logit_bias": dict(params.logit_bias) or None,
-        "structured_outputs": None if params.constraint is None else structured_outputs(params.constraint),
+        "structured_outputs": None if params.constraint is None else build_structured_outputs(params.constraint),
         "stop": list(params.stop),
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": params.ignore_eos,
@@ -78,22 +78,22 @@ def http_sampling(params: EngineSamplingParams, seed: int | None) -> SamplingKey
     }
 
 
-def structured_outputs(constraint: Constraint) -> dict[str, Any]:
+def build_structured_outputs(constraint: Constraint) -> dict[str, Any]:
     """Return a constraint in vLLM's words. Raises ValueError if its text is no JSON object."""
     if constraint.kind == "lark":
         return {"grammar": constraint.text}
-    return {"json": constraint.bounded_schema()}
+    return {"json": constraint.build_bounded_schema()}
 
 
-def vllm_sampling(params: EngineSamplingParams, seed: int | None) -> "VLLMSamplingParams":
+def build_vllm_sampling(params: EngineSamplingParams, seed: int | None) -> "VLLMSamplingParams":
     """vLLM's own object. Tokens arrive in two parts: the first one, which tells that the request has begun, and the
     rest when it ends; parts in between would only cost time."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    keywords = http_sampling(params, seed)
+    keywords = build_http_sampling(params, seed)
     if params.constraint is not None:
-        keywords["structured_outputs"] = StructuredOutputsParams(**structured_outputs(params.constraint))
+        keywords["structured_outputs"] = StructuredOutputsParams(**build_structured_outputs(params.constraint))
     return VLLMSamplingParams(
         **keywords,
         detokenize=bool(params.stop),

@@ -20,7 +20,7 @@ T = TypeVar("T")
 _GREEDY_BELOW = 1e-5
 
 
-def tempered_log_softmax(logits: torch.Tensor, temperature: torch.Tensor | float | None) -> torch.Tensor:
+def compute_tempered_log_softmax(logits: torch.Tensor, temperature: torch.Tensor | float | None) -> torch.Tensor:
     """log softmax(logits / temperature) in float32.
 
     Args:
@@ -36,7 +36,7 @@ def tempered_log_softmax(logits: torch.Tensor, temperature: torch.Tensor | float
     return logits.log_softmax(-1)
 
 
-def temper(runner: Any) -> None:
+def apply_temperature_to_log_probs(runner: Any) -> None:
     """Make a vLLM model runner (`vllm.v1.worker.gpu_model_runner.GPUModelRunner`) report log-probs as above.
 
     Raises:
@@ -55,12 +55,12 @@ def temper(runner: Any) -> None:
     if sampler.logprobs_mode != "raw_logprobs":
         raise RuntimeError(f"logprobs_mode must be raw_logprobs; got {sampler.logprobs_mode}")
     state = _SamplerState()
-    sampler.compute_logprobs = lambda logits: tempered_log_softmax(
+    sampler.compute_logprobs = lambda logits: compute_tempered_log_softmax(
         logits if state.unmasked is None else state.unmasked, state.present
     )
-    _keep_unmasked_logits(state)
+    _save_unmasked_logits(state)
     sampler.forward = _forward_with_temperatures(sampler.forward, state)
-    runner._get_prompt_logprobs_dict = _prompt_log_probs_by_temperature(runner, state)
+    runner._get_prompt_logprobs_dict = _apply_temperature_to_prompt_log_probs(runner, state)
 
 
 class _SamplerState:
@@ -71,7 +71,7 @@ class _SamplerState:
         self.unmasked: torch.Tensor | None = None
 
 
-def _keep_unmasked_logits(state: _SamplerState) -> None:
+def _save_unmasked_logits(state: _SamplerState) -> None:
     """vLLM masks the logits of constrained answers in place, before the sampler sees them: keep them as they were."""
     from vllm.v1.worker import gpu_model_runner as gpu_model_runner_module
 
@@ -98,7 +98,7 @@ def _forward_with_temperatures(
     return tempered
 
 
-def _prompt_log_probs_by_temperature(runner: Any, state: _SamplerState) -> Callable[..., dict[str, object]]:
+def _apply_temperature_to_prompt_log_probs(runner: Any, state: _SamplerState) -> Callable[..., dict[str, object]]:
     """vLLM computes them request by request, without the request's temperature: let it, one temperature at a time."""
     original = runner._get_prompt_logprobs_dict
 

@@ -28,7 +28,7 @@ class WeightNames:
             if getattr(layer, "ckpt_gate_proj_name", None) == "w1"
         }
 
-    def of(self, name: str) -> str:
+    def to_vllm(self, name: str) -> str:
         """vLLM's name of the trainer's tensor `name`; the same where they do not differ."""
         before, found, after = name.partition(f".{_OURS}.")
         if not found or f"{before}.{_OURS}" in self._blocks or f"{before}.{_THEIRS}" not in self._blocks:
@@ -38,9 +38,9 @@ class WeightNames:
             kind = {"gate_up_proj": "w13", "down_proj": self._split_experts[path]}.get(kind, kind)
         return f"{path}.{kind}"
 
-    def as_in_checkpoint(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_checkpoint_tensors(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The trainer's tensor as the checkpoint has it: renamed, and fused experts one by one."""
-        renamed = self.of(name)
+        renamed = self.to_vllm(name)
         path, _, kind = renamed.rpartition(".")
         if path not in self._split_experts or tensor.dim() != 3:
             yield renamed, tensor

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.inference_engines.vllm.orphan_watch import watch_owner
+from skyrl_train.inference_engines.vllm.orphan_watch import start_owner_watch
 from skyrl_train.types import JsonObject
 from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.cuda_ipc import gpu_uuid
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from skyrl_train.inference_engines.vllm.loading import ModelUpdate
     from skyrl_train.weight_sync.receiver import WeightReceiver
 
-watch_owner()  # vLLM imports this first of all that is ours, while it starts: nothing later would cover a slow start
+start_owner_watch()  # vLLM imports this first of all that is ours, while it starts: nothing later would cover a slow start
 
 
 class WeightExtension:
@@ -45,19 +45,19 @@ class WeightExtension:
         Args:
             weights_valid: False: the present weights are random, so the first update must be full.
         """
-        from skyrl_train.inference_engines.vllm.adapters import leave_head_alone
-        from skyrl_train.inference_engines.vllm.cpu_generators import spare_generators_of_partial_prompts
-        from skyrl_train.inference_engines.vllm.tempered_sampler import temper
+        from skyrl_train.inference_engines.vllm.adapters import remove_head_adapter
+        from skyrl_train.inference_engines.vllm.cpu_generators import save_generators_of_partial_prompts
+        from skyrl_train.inference_engines.vllm.tempered_sampler import apply_temperature_to_log_probs
 
         self._skyrl_weights_valid = self._skyrl_weights_valid and weights_valid
         gpu = gpu_uuid(self.device)
         if self._skyrl_prepared:
             return gpu
         if self.device.type == "cpu":
-            spare_generators_of_partial_prompts(self.model_runner)
-        temper(self.model_runner)
+            save_generators_of_partial_prompts(self.model_runner)
+        apply_temperature_to_log_probs(self.model_runner)
         if self.vllm_config.lora_config is not None:
-            leave_head_alone(self.model_runner.get_model())
+            remove_head_adapter(self.model_runner.get_model())
         self._skyrl_prepared = True
         return gpu
 
@@ -109,9 +109,9 @@ class WeightExtension:
 
     def skyrl_lora(self, lora_id: int, path: str, version: int) -> dict[str, int]:
         """Fingerprints of an adapter's tensors, for those that vLLM holds as the file has them."""
-        from skyrl_train.inference_engines.vllm.adapters import held_fingerprints
+        from skyrl_train.inference_engines.vllm.adapters import compute_loaded_fingerprints
 
-        return held_fingerprints(self.model_runner, lora_id, path, version, self._skyrl_verification)
+        return compute_loaded_fingerprints(self.model_runner, lora_id, path, version, self._skyrl_verification)
 
     def _process_name(self) -> str:
         return f"process {self.rank} of replica {self.vllm_config.parallel_config.data_parallel_index}"

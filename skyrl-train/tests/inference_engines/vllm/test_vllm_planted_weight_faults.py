@@ -80,7 +80,7 @@ class Syncs:
         return await self.path.send(self.weights, self.version)
 
     async def plant(self, fault: str | None) -> bool:
-        call = self.engine._processes.weight_rpc("skyrl_plant", fault, [self.process])
+        call = self.engine._processes.call_workers_for_weights("skyrl_plant", fault, [self.process])
         return all(await self.engine._control(call, "skyrl_plant"))
 
     async def canaries(self) -> tuple[list[list[float]], list[list[float]]]:

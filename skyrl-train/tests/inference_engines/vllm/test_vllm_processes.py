@@ -63,14 +63,14 @@ async def test_tensor_parallel_engine_equals_single_process(untied_model: str):
 async def test_killed_ray_engine_leaves_no_process(untied_model: str, ray_cpu: None, tmp_path: Path):
 
     from skyrl_train.inference_engines.batched_calls import SentRequest
-    from skyrl_train.inference_engines.ray_wrapped_inference_engine import engine_actor
+    from skyrl_train.inference_engines.ray_wrapped_inference_engine import build_engine_actor
 
     def make() -> Any:
         from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
 
         return VLLMInferenceEngine(untied_model, **SETTINGS)
 
-    actor: Any = engine_actor(num_cpus=0, max_concurrency=8).remote(make, str(tmp_path / "engine.log"))
+    actor: Any = build_engine_actor(num_cpus=0, max_concurrency=8).remote(make, str(tmp_path / "engine.log"))
     batch: Any = {"prompt_token_ids": [[5, 6, 7]], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
     [output] = (await actor.exchange.remote("test", {0: SentRequest(batch, False)}, [])).values()
     assert [len(ids) for ids in output["response_ids"]] == [4]

@@ -91,8 +91,8 @@ def test_lm_head_adapter_is_rejected(tmp_path: Path):
 def test_multi_process_engine_never_uses_ray_executor(four_heads: str, kind: str):
     """vLLM's own choice inside of a Ray actor with a placement group."""
     from skyrl_train.inference_engines.engine_settings import EngineSettings
-    from skyrl_train.inference_engines.vllm.arguments import engine_arguments
+    from skyrl_train.inference_engines.vllm.arguments import build_engine_arguments
 
-    arguments = engine_arguments(EngineSettings(model_path=four_heads, **{f"{kind}_parallel_size": 2}))
+    arguments = build_engine_arguments(EngineSettings(model_path=four_heads, **{f"{kind}_parallel_size": 2}))
     assert arguments.distributed_executor_backend == "mp"
-    assert engine_arguments(EngineSettings(model_path=four_heads)).distributed_executor_backend is None
+    assert build_engine_arguments(EngineSettings(model_path=four_heads)).distributed_executor_backend is None
