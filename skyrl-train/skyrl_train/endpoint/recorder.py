@@ -26,7 +26,7 @@ class SessionRules:
     """Budget of a session, and sampling settings that override its requests. None: no limit."""
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling keywords that replace those of requests."""
+    """Sampling keywords that override the request."""
     ignored: Sequence[str] = ()
     """Sampling keywords of requests that are ignored."""
     seed_of_turn: Callable[[int], int] | None = None

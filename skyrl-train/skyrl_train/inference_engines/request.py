@@ -60,7 +60,7 @@ class TopLogProbs(NamedTuple):
     """Most likely tokens at each of T positions of a completion, or of a prompt without its first token."""
 
     ids: np.ndarray
-    """[T, K] int, likeliest first."""
+    """[T, K] int, most likely first."""
     log_probs: np.ndarray
     """[T, K] float32."""
 

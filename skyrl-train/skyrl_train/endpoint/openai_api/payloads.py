@@ -21,7 +21,7 @@ LOWEST_LOG_PROB = -9999.0
 
 @dataclass(frozen=True)
 class Written:
-    """Response as a client sees it. `finish_reason` is None while it is generated."""
+    """Response as a client sees it. `finish_reason` is unset (None) while it is generated."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()

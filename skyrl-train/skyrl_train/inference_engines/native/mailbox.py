@@ -26,7 +26,7 @@ class Mailbox:
     # From any thread.
 
     def post(self, call: Callable[[], T]) -> "Future[T]":
-        """Run `call` in the thread.
+        """Queue `call` for the thread and return its future.
 
         Raises:
             WorkerError: the thread has stopped or is stopping.

@@ -16,7 +16,7 @@ CHUNK = 256
 """Number of tokens whose logits are in memory at a time."""
 
 Head = Callable[[torch.Tensor, slice], torch.Tensor]
-"""Function that computes logits [n, V] float32 of states [n, D], given the indices of their tokens (fewer than n if
+"""Function that computes logits [n, V] float32 of states [n, D], given the slice of their tokens (fewer than n if
 padded).
 """
 

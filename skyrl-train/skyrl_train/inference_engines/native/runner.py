@@ -1,5 +1,5 @@
-"""Forward passes of the model: prompts into the cache, then one token a row; the results are logits. Knows rows of the
-cache and slots of adapters, but no requests and no scheduling.
+"""Forward passes of the model: prefill of prompts, then one token per row; the results are logits. Handles cache rows
+and adapter slots; independent of requests and scheduling.
 
 Dimensions: n rows, P tokens of a prompt, T tokens it is padded to, D hidden width, V vocabulary.
 """
@@ -34,16 +34,16 @@ from skyrl_train.models.scoring import logit_rule
 class ModelRunner:
     """A model with its cache and adapters.
 
-    A prompt's last token gets the same logits by `prefill` as by `decode`, to the bit where these do not depend on
-    co-batched rows (`attention.py`): the output layer sees last tokens alone, as rows of their own.
+    `prefill` and `decode` compute the same logits for a prompt's last token, bit-exactly if they do not depend on
+    co-batched rows (`attention.py`): the output layer processes last tokens only, as separate rows.
 
     Args:
         model: loaded with the native attention, on its device, in eval mode
-        max_num_seqs: rows that are used at the same time
-        max_length: of a row
-        max_cache_tokens: places in the cache; None: no limit
-        max_loras: adapters that may be loaded at the same time
-        routing: of a mixture whose routes are recorded; None: they are not
+        max_num_seqs: maximum number of rows in use
+        max_length: maximum length of a row
+        max_cache_tokens: capacity of the cache (rows x length); None: no limit
+        max_loras: maximum number of loaded adapters
+        routing: expert routing of a mixture with recorded routes; None: not recorded
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class ModelRunner:
     ):
         self.model = model
         self.routes = np.zeros((0, 0, 0), np.uint8)
-        """[tokens, L, k] experts of the last pass, row after row; of an engine that records them."""
+        """[tokens, L, k] experts of the last pass, row by row, if recorded."""
         self._routing = routing
         self.num_forwards = 0
         self.device = next(model.parameters()).device
         self.loras = Loras(model, max_loras=max_loras)
         self.has_states = use_delta_nets(model) > 0
-        """True if the model has linear attention: a row's past is a state, known behind its last token alone."""
+        """True if the model has linear attention: a row's past is a state, known only after its last token."""
         self.shares_keys = self.device.type == "cpu" and model.dtype == torch.float32 and not self.has_states
-        """True if decoding reads keys that rows have in common once: where equal tokens have equal keys to the bit."""
+        """True if decoding reads shared keys once: requires that equal tokens have bit-identical keys."""
         self._row_multiple = get_row_multiple(model)
         self._logit_rule = logit_rule(model.config)
         num_layers = model.config.get_text_config().num_hidden_layers
@@ -79,26 +79,26 @@ class ModelRunner:
         output_layer.register_forward_pre_hook(self._select_last_tokens)
 
     def round_up_rows(self, num_rows: int) -> int:
-        """Return the number of rows that are computed for `num_rows` sequences: rounded up, so that the numbers of a
-        row do not depend on co-batched ones.
+        """Round up the number of computed rows for `num_rows` sequences, so that a row does not depend on co-batched
+        ones.
         """
         return round_up(max(num_rows, MIN_ROWS), self._row_multiple)
 
     def prefill(
         self, rows: list[int], prompts: Sequence[np.ndarray], starts: Sequence[int], slots: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill rows of the cache with prompts, of which they hold the first `starts[i]` tokens. Shorter rests are
-        padded behind.
+        """Compute prompts into rows of the cache, which already have the first `starts[i]` tokens. Shorter suffixes are
+        padded at the end.
 
         Args:
-            slots: [n], of the adapters that take part
+            slots: [n], adapter slots
         Returns:
             states of the computed tokens before the output layer [n, T, D], and float32 logits after the last ones
             [n, V]
         """
         rests = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
-        # The length is rounded up so that products have enough rows and elementwise kernels see whole vectors; the
-        # padding is behind, where causality hides it.
+        # The length is rounded up so that products have enough rows and elementwise kernels see full vectors; the
+        # padding is at the end, hidden by causality.
         ids = np.zeros((len(rows), round_up(max(map(len, rests)), KEY_BLOCK)), np.int64)
         for index, rest in enumerate(rests):
             ids[index, : len(rest)] = rest
@@ -107,7 +107,7 @@ class ModelRunner:
         positions = torch.tensor(own, device=self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
         self.cache.begin_prefill(rows, list(starts), [len(prompt) for prompt in prompts])
         if self.loras:
-            # A prompt has many tokens, enough rows for a product of its own; no gathering of rows.
+            # A prompt has enough tokens for its own product; rows are not gathered.
             self.loras.begin(slots, apart=True)
         self._prompts_end = torch.tensor([len(rest) - 1 for rest in rests], device=self.device)
         self._slots = slots
@@ -125,18 +125,18 @@ class ModelRunner:
         num_new: int,
         shared: SharedKeys | None = None,
     ) -> torch.Tensor:
-        """The next token of the first rows of the cache, and those behind drafts.
+        """Compute logits of the next token of the first rows of the cache, also after drafts.
 
         Args:
-            ids, positions: [n, T], the token that each row ends with and its drafts, and where they stand; there is
-                room in the cache
+            ids, positions: [n, T], the last token of each row and its drafts, and their positions; the cache must have
+                space
             slots: [n]
-            num_new: first rows whose token was not computed before; the others only fill up
-            shared: keys that some of these rows have in common
+            num_new: number of leading rows with uncomputed tokens; the others are padding
+            shared: keys shared by some of these rows
         Returns: [n, T, V] float32 logits
         """
         count, width = ids.shape
-        # Dummy rows stand at the first positions with token 0 and write into rows of the cache beyond those in use.
+        # Padding rows have token 0 at the first positions and write into unused rows of the cache.
         num_filling = self.round_up_rows(count) - count
         filling = np.broadcast_to(np.arange(width), (num_filling, width))
         where = torch.from_numpy(np.concatenate([positions, filling])).to(self.device)
@@ -144,14 +144,15 @@ class ModelRunner:
         if self.loras:
             self.loras.begin(pad_slots(slots, len(where)), apart=False)
         tokens = torch.from_numpy(np.pad(ids, ((0, num_filling), (0, 0))))
-        if shared is not None and num_filling:  # with the first group: whatever they see is finite
+        if shared is not None and num_filling:  # in the first group: their keys are finite
             with_filling = torch.cat([shared.groups[0], torch.arange(count, len(where))])
             shared = replace(shared, groups=(with_filling, *shared.groups[1:]))
         return self._forward(tokens, AttentionStep(where, is_decode=True, shared=shared))[:count]
 
     def build_head(self, slots: np.ndarray) -> Head:
-        """The output layer for tokens of rows with these adapters [n], every token as a row of its own: the bits of
-        decoding."""
+        """Build the output layer for tokens of rows with these adapters [n]. Every token is a separate row, so results
+        equal decoding bit-exactly.
+        """
         output_layer: Any = self.model.get_output_embeddings()
 
         def logits(states: torch.Tensor, chunk: slice) -> torch.Tensor:
@@ -162,7 +163,7 @@ class ModelRunner:
         return logits
 
     def _forward(self, ids: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """[rows, T, V] float32 logits of the tokens that reach the output layer."""
+        """Compute float32 logits [rows, T, V] of the tokens that reach the output layer."""
         inputs: dict[str, Any] = {} if self._routing is None else {KEYWORD: RoutingPass()}
         output = self.model(
             input_ids=ids.to(self.device),
@@ -182,7 +183,7 @@ class ModelRunner:
         ends = self._prompts_end
         if ends is None:
             return None
-        # Kept for prompt log-probs: the states of all tokens, before all but the last are dropped.
+        # Save the states of all tokens for prompt log-probs before all but the last are dropped.
         self._hidden = inputs[0]
         count, num_rows = len(ends), self.round_up_rows(len(ends))
         if self.loras:
@@ -197,14 +198,14 @@ def _collect_routes(routing: RoutingPass, replay: RoutingReplay) -> np.ndarray:
 
 
 def pad_slots(slots: np.ndarray, num_rows: int) -> np.ndarray:
-    """Adapter slots of rows and of those behind them that only fill up, which go with the first."""
+    """Pad the adapter slots of rows; padding rows use the first row's slot."""
     filled = np.full(num_rows, slots[0])
     filled[: len(slots)] = slots
     return filled
 
 
 def get_row_multiple(model: torch.nn.Module) -> int:
-    """Rows whose activations fill whole vectors in every layer: 1 for widths that are multiples of 32, as usual."""
+    """Return the number of rows that fill full vectors in every layer: 1 for the usual widths that are multiples of 32."""
     head = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and layer is not head]
     return VECTOR // math.gcd(VECTOR, *(layer.out_features for layer in layers))

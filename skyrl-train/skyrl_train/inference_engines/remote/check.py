@@ -1,4 +1,4 @@
-"""Check of a server at the start: model, vocabulary and context must be those that the trainer needs."""
+"""Startup check of a server: model, vocabulary and context must match the trainer."""
 
 from pathlib import PurePosixPath
 
@@ -14,10 +14,10 @@ _MOST_SPECIAL_TOKENS = 64
 
 
 def check_server(engine: RemoteInferenceEngine, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The server serves the trainer's model, with its vocabulary and tokenizer.
+    """Check that the server serves the trainer's model, with its vocabulary and tokenizer.
 
     Raises:
-        ConfigError: it does not; the text has the setting, the URL, both values and the command that starts it right.
+        ConfigError: it does not; names the setting, the URL, both values and the correct start command.
     """
     _check_name(engine)
     run_to_end(_check_contents(engine, tokenizer))
@@ -42,7 +42,7 @@ async def _check_vocabulary(engine: RemoteInferenceEngine) -> None:
     try:
         config = AutoConfig.from_pretrained(engine.model_name, trust_remote_code=True).get_text_config()
     except (OSError, ValueError):
-        return  # the trainer itself will say that it finds no model
+        return  # the trainer itself reports a missing model
     info = await engine.describe()
     if info.vocab_size != config.vocab_size:
         raise ConfigError(
@@ -66,7 +66,7 @@ async def _check_tokenizer(engine: RemoteInferenceEngine, tokenizer: PreTrainedT
 
 
 def _get_last_path_part(name: str) -> str:
-    """Return the last part of a path or hub name: a model has different folders on different machines."""
+    """Return the last part of a path or hub name, since a model's folder differs between machines."""
     return PurePosixPath(name.rstrip("/")).name.lower()
 
 

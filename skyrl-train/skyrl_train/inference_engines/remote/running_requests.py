@@ -1,4 +1,4 @@
-"""Counts of the requests that a server runs, on the side of the remote engine."""
+"""Client-side count of a server's running requests."""
 
 import asyncio
 from collections import Counter
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class RunningRequests:
-    """The requests that were sent to the server and are not answered, by adapter."""
+    """Number of requests in flight at the server, by adapter."""
 
     def __init__(self) -> None:
         self._counts: Counter[str | None] = Counter()
@@ -28,7 +28,7 @@ class RunningRequests:
                     future.set_result(None)
 
     async def wait_until_idle(self, adapter: str | None = None, *, of_any: bool = False) -> None:
-        """Return when no request of `adapter` (with `of_any`: no request at all) is under way."""
+        """Wait until no request of `adapter` (with `of_any`: no request at all) is in flight."""
         while len(self) if of_any else self._counts[adapter]:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.add(future)

@@ -1,11 +1,11 @@
-"""A rollout engine that is a server started elsewhere. What kinds of server differ in is behind `ServerProtocol`.
+"""Rollout engine backed by an external server. `ServerProtocol` covers the differences between kinds of servers.
 
-Requests wait on this side while the engine is paused, so that each goes out under the version of the weights that will
-begin its answer: the version is part of its prefix-cache key. If the weights changed on its way all the same (another
-process may update them), the request is sent again.
+While the engine is paused, requests wait on the client side, so that each is sent with the weight version that will
+start its completion: the version is part of its prefix-cache key. If the weights change in transit (another process may
+update them), the request is sent again.
 
-An adapter is loaded under its name and version (`policy@3`): requests under way keep the one that they began with, and
-every process that asks the server knows which is the newest.
+An adapter is loaded under its name and version (`policy@3`): running requests keep the version that they started with,
+and every process can find the newest version at the server.
 """
 
 import asyncio
@@ -49,22 +49,22 @@ _LATE_SECONDS, _LATE_TRIES = 0.5, 20
 
 
 class RemoteInferenceEngine(InferenceEngineInterface):
-    """One server. Its requests belong to one event loop; its weight updates may come from another one, or from another
+    """Rollout engine on one server. Its requests belong to one event loop; weight updates may come from another loop or
     process (`RemoteEngines`).
 
     Args:
         url: `host:port` or a URL
-        model_name: the model that the trainer trains
-        backend: the kind of server; None: ask it
-        tokenizer: turns answers into text; None: for weights alone
-        request_timeout_seconds: the deadline of one request
-        control_timeout_seconds: the deadline of everything else
+        model_name: model of the trainer
+        backend: kind of server; None: detect it
+        tokenizer: decodes completions; None: for weight updates only
+        request_timeout_seconds: deadline of one request
+        control_timeout_seconds: deadline of other calls
         api_key: the server's key, if it has one
-        protocol: made of a connection and the deadline of a request; None: by the kind of server
+        protocol: builds the protocol from a connection and the request deadline; None: by the kind of server
 
     Raises:
-        ConfigError: it is no server of this kind.
-        WorkerError: it cannot be reached, or does not answer.
+        ConfigError: not a server of this kind.
+        WorkerError: unreachable, or no response.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
             await self._server.close()
 
     async def _log_if_unprotected(self) -> None:
-        """Say so where others than this run may control the server."""
+        """Log a warning if others than this run may control the server."""
         if self.api_key is None:
             is_open = not is_loopback(httpx.URL(self.url).host)
         else:
@@ -144,7 +144,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """Names under which the server serves its model."""
+        """Names of the served model."""
         return self._facts.names
 
     async def describe(self) -> EngineInfo:
@@ -154,11 +154,11 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         await self._protocol.check_health()
 
     def progress(self) -> int:
-        """Answers so far: all that this side sees of the server's work."""
+        """Return the number of responses so far, the only progress visible to the client."""
         return self._num_answers
 
     async def tokenize(self, text: str) -> list[int]:
-        """The server's token ids of a text, without special tokens around it."""
+        """Return the server's token ids of a text, without added special tokens."""
         return await self._protocol.tokenize(text)
 
     # ---- requests
@@ -197,7 +197,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
                 self._version = answer.weight_versions[-1]
             begun_by = answer.weight_versions[0] if answer.weight_versions else version
             if begun_by != version and self._facts.prefix_caching:
-                continue  # its prefix may be one that the weights before have computed
+                continue  # its prefix may have been computed by earlier weights
             if adapter is not None:
                 return replace(answer, weight_versions=[adapter_version] * len(answer.token_ids))
             return answer
@@ -246,7 +246,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
             await self._abort_late_requests()
 
     async def _abort_late_requests(self) -> None:
-        """End what was on its way while the server paused, and came after that."""
+        """Abort requests that were in transit during the pause and reached the server after it."""
         for _ in range(_LATE_TRIES):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LATE_SECONDS):
@@ -259,7 +259,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
 
     async def resume_generation(self) -> None:
         if self._update_is_open:
-            self._paused_for_update = True  # half of the weights are new: the end of the update resumes
+            self._paused_for_update = True  # weights are mixed: the end of the update resumes
             return
         await self._protocol.resume()
         self._version = await self._protocol.get_weight_version()
@@ -364,7 +364,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         await self._server.shut()
 
     async def disconnect(self) -> None:
-        """Forget what belongs to this event loop; another one may use the engine."""
+        """Close the state bound to this event loop, so that another loop can use the engine."""
         await self._server.close()
 
     def _check_supported(self, feature: Feature) -> None:
@@ -374,11 +374,11 @@ class RemoteInferenceEngine(InferenceEngineInterface):
 
 
 async def get_server_kind(server: ServerConnection) -> str:
-    """Ask a server for its kind. Returns: the name under which the kind is registered.
+    """Detect the kind of a server. Returns its registered name.
 
     Raises:
-        ConfigError: it is of no registered kind.
-        WorkerError: it cannot be reached.
+        ConfigError: not a registered kind.
+        WorkerError: unreachable.
     """
     said: dict[str, object] = {}
     for path in ("/version", "/model_info"):
@@ -398,7 +398,7 @@ async def get_server_kind(server: ServerConnection) -> str:
 
 
 def _list_server_protocols() -> dict[str, type[ServerProtocol]]:
-    """Return the protocol of each kind of engine that can be a server started elsewhere."""
+    """Return the protocols of all engine kinds that support external servers."""
     return {
         name: registration.requires.server_protocol()
         for name, registration in EngineRegistry.registrations().items()
@@ -411,7 +411,7 @@ def _get_server_adapter_name(adapter: str, version: int) -> str:
 
 
 def _cache_key(version: int, adapter: str | None) -> str:
-    """Return a key of letters and digits alone: vLLM takes few others."""
+    """Return a key of only letters and digits, since vLLM accepts few other characters."""
     return hashlib.sha256(f"{version} {adapter or ''}".encode()).hexdigest()[:32]
 
 

@@ -2,8 +2,8 @@
 
     python -m sglang.launch_server --model-path MODEL [--enable-lora --max-lora-rank 32 --lora-target-modules all]
 
-It counts the versions of weights itself. Weights come as checkpoints; an engine that we start has our weight loader and
-takes them by every transport (`skyrl_train.inference_engines.sglang`).
+It counts weight versions itself. External servers load weights from checkpoints; engines started by the run have our
+weight loader and support every transport (`skyrl_train.inference_engines.sglang`).
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class SGLangProtocol(ServerProtocol):
     async def get_facts(self) -> ServerFacts:
         said = await self.server.get("/server_info")
         model = await self.server.get("/model_info")
-        self._max_model_len = said["max_req_input_len"] + 1  # the rest of the context SGLang keeps to itself
+        self._max_model_len = said["max_req_input_len"] + 1  # SGLang reserves the rest of the context
         self._seeds_work = bool(said.get("enable_deterministic_inference"))
         unsupported: dict[Feature, str] = {}
         if not self._seeds_work:
@@ -92,7 +92,7 @@ class SGLangProtocol(ServerProtocol):
         return ServerFacts(info=info, names=tuple(names), prefix_caching=not said["disable_radix_cache"])
 
     async def check_health(self) -> None:
-        """Ask the scheduler. `/health` asks for a token, which does not come while generation is paused."""
+        """Query the scheduler. `/health` would generate a token, which fails while generation is paused."""
         await self.server.get("/server_info", timeout_seconds=math.inf)
 
     async def complete(
@@ -126,7 +126,7 @@ class SGLangProtocol(ServerProtocol):
         reason = about["finish_reason"] or {"type": "abort"}
         log_probs = [entry[0] for entry in about.get("output_token_logprobs") or []][: len(ids)]
         versions = parse_token_versions(about.get("weight_versions"), len(ids), self.server.url) if ids else []
-        if params.logprobs is not None and _is_penalized(params) and ids:  # those are after penalties
+        if params.logprobs is not None and _is_penalized(params) and ids:  # SGLang's values are after penalties
             log_probs = await self._compute_scores(prompt + ids, len(prompt), params, adapter, cache_key)
             if {*versions} != {await self.get_weight_version()}:
                 raise UnsupportedByEngine(
@@ -139,7 +139,7 @@ class SGLangProtocol(ServerProtocol):
             prompt_log_probs = [entry[0] for entry in about["input_token_logprobs"] if entry[0] is not None]
             if not _is_plain(params):
                 prompt_log_probs = await self._compute_scores(prompt, 1, params, adapter, cache_key)
-        if reason["type"] != "abort" and params.ignore_eos:  # SGLang then ignores all stop tokens
+        if reason["type"] != "abort" and params.ignore_eos:  # with it, SGLang ignores all stop tokens
             num = _find_stop_length(ids, params)
             if num < len(ids):
                 ids, log_probs, reason = ids[:num], log_probs[:num], {"type": "stop"}
@@ -155,9 +155,9 @@ class SGLangProtocol(ServerProtocol):
     async def _compute_scores(
         self, ids: list[int], first: int, params: EngineSamplingParams, adapter: str | None, cache_key: str
     ) -> list[float]:
-        """log softmax(logits / temperature) of the tokens from number `first` (at least 1) on.
+        """Compute log softmax(logits / temperature) of the tokens from index `first` (at least 1) on.
 
-        SGLang scores tokens at temperature 1. At another one the whole distribution is asked for at each of them.
+        SGLang scores tokens at temperature 1. At another temperature the full distribution is requested at each token.
         """
         body: JsonObject = {
             "input_ids": ids,
@@ -205,12 +205,12 @@ class SGLangProtocol(ServerProtocol):
             given["logit_bias"] = {str(token): value for token, value in params.logit_bias}
         if params.constraint is not None:
             given["json_schema"] = params.constraint.text
-        if seed is not None:  # with the token's position, which a request that goes on does not repeat
+        if seed is not None:  # includes the token's position, which a continued request does not repeat
             given["sampling_seed"] = int(compute_random_key(*seed)) >> 33
         return given
 
     def _check(self, params: EngineSamplingParams, seed: SeedPair | None) -> None:
-        """Refuse settings that SGLang would accept and handle differently."""
+        """Reject settings that SGLang would accept but handle differently."""
         if seed is not None and not self._seeds_work and not params.is_greedy:
             raise UnsupportedByEngine(
                 f"the SGLang server at {self.server.url} ignores seeds: it was started without "
@@ -236,7 +236,7 @@ class SGLangProtocol(ServerProtocol):
         return (await self.server.post("/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"]
 
     async def pause(self, mode: PauseMode) -> None:
-        """`wait`: the engine has waited for its requests before it calls."""
+        """`wait`: the engine drains its requests before this call."""
         await self.server.post("/pause_generation", {"mode": "abort" if mode == "abort" else "in_place"})
 
     async def resume(self) -> None:
@@ -263,7 +263,7 @@ class SGLangProtocol(ServerProtocol):
     async def reset_prefix_cache(self) -> None:
         try:
             await self.server.post("/flush_cache")
-        except ServerRefused as error:  # requests run; the engine's cache keys keep prefixes apart
+        except ServerRefused as error:  # requests are running; the engine's cache keys separate prefixes
             if error.status != 400:
                 raise
 
@@ -321,7 +321,7 @@ def _find_stop_length(ids: list[int], params: EngineSamplingParams) -> int:
 
 
 def _is_penalized(params: EngineSamplingParams) -> bool:
-    """Check whether SGLang changes the logits that it reports log-probs of."""
+    """Return whether SGLang changes the logits before computing the reported log-probs."""
     changed = params.repetition_penalty != 1.0 or params.min_tokens > 0 or params.has_penalties
     return changed or bool(params.logit_bias) or params.constraint is not None
 
@@ -329,7 +329,7 @@ def _is_penalized(params: EngineSamplingParams) -> bool:
 def _parse_top(
     given: list[list[tuple[float, int, str | None]]] | None, num_tokens: int, num_top: int | None
 ) -> TopLogProbs | None:
-    """Read the likeliest tokens, given as [log-prob, id, text] place by place."""
+    """Parse the most likely tokens, given as [log-prob, id, text] per position."""
     if not num_top:
         return None
     return build_top_log_probs(

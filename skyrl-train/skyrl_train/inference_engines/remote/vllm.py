@@ -2,10 +2,10 @@
 
     python -m skyrl_train.entrypoints.serve_vllm --model MODEL
 
-which adds to vLLM's own server the worker extension, the control routes and `--enable-scale-out`: the route that takes
-and gives token ids, with the version of the weights that wrote each. The worker extension takes weights by every
-transport, reports what it holds, and makes log-probs those of logits / temperature; without it weights come as
-checkpoints only, and some settings of sampling are refused.
+which adds the worker extension, the control routes and `--enable-scale-out` to vLLM's server: the route with token ids
+in and out, and the weight version of each token. The worker extension receives weights over every transport, reports
+its weights, and computes log-probs of logits / temperature; without it weights are loaded from checkpoints only, and
+some sampling settings are rejected.
 """
 
 import math
@@ -99,8 +99,9 @@ class VLLMProtocol(ServerProtocol):
         )
 
     async def _get_vocab_size(self, model: str) -> int:
-        """Read the vocabulary size from the refusal of an impossible stop token: no route reports it, and this computes
-        nothing."""
+        """Extract the vocabulary size from the error for an impossible stop token: no route reports it, and this
+        computes nothing.
+        """
         body = {
             "model": self._served_name,
             "token_ids": [0],
@@ -136,7 +137,7 @@ class VLLMProtocol(ServerProtocol):
             "sampling_params": build_http_sampling(params, compute_seed(seed, len(prompt)))
             | {"detokenize": bool(params.stop)},
         }
-        if params.logprobs:  # the token drawn counts as one of the likeliest there
+        if params.logprobs:  # vLLM counts the sampled token among the most likely ones
             body["sampling_params"]["logprobs"] = params.logprobs + 1
         said = await self.server.post(
             "/inference/v1/generate",
@@ -158,8 +159,8 @@ class VLLMProtocol(ServerProtocol):
         )
 
     def _check_log_probs(self, params: EngineSamplingParams) -> None:
-        """Refuse a log-prob mode that the server lacks: without the worker extension, vLLM reports log-probs of the raw
-        logits, or of those after penalties and truncation.
+        """Reject unsupported log-prob modes: without the worker extension, vLLM reports log-probs of the raw logits, or
+        of the logits after penalties and truncation.
         """
         if self._extended:
             return
@@ -264,7 +265,7 @@ class VLLMProtocol(ServerProtocol):
         return _merge_reports(await self._call_workers("skyrl_lora", number, path, version), self.server.url)
 
     async def _get_adapter_numbers(self) -> set[int]:
-        """vLLM's own, of the adapters that its workers hold."""
+        """Return vLLM's numbers of the adapters loaded in its workers."""
         [said, *_] = await self._call_workers("list_loras")
         return {int(number) for number in said}
 
@@ -276,11 +277,11 @@ class VLLMProtocol(ServerProtocol):
 
 
 def _find_unsupported(url: str, config: Any, variables: JsonObject, is_extended: bool) -> dict[Feature, str]:
-    """Return what a server lacks, and the setting that it was started without.
+    """Return the features that a server lacks, and the missing start setting.
 
     Args:
         config, variables: vLLM's own configuration and its environment, as it reports them.
-        is_extended: it has our worker extension.
+        is_extended: whether it has our worker extension.
     """
     lora = config["lora_config"]
     unsupported: dict[Feature, str] = {"answer_tokens": ANSWER_FROM_START, "streaming": NO_STREAMS}
@@ -338,7 +339,7 @@ def _parse_top(log_probs: list[JsonObject], num_top: int | None) -> TopLogProbs 
 
 
 def _merge_reports(reports: list[dict[str, int]], url: str) -> dict[str, int]:
-    """One report of all worker processes, each of which got every tensor whole."""
+    """Merge the reports of all worker processes, which all received every full tensor."""
     together: dict[str, int] = {}
     for report in reports:
         for name, value in report.items():

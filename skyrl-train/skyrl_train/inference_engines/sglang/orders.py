@@ -1,4 +1,6 @@
-"""Our weight loader's orders to an SGLang server on this machine: through its route for tensors, answered by files."""
+"""Commands to our weight loader in a local SGLang server: sent through its route for tensors, results returned in
+files.
+"""
 
 import base64
 import io
@@ -20,11 +22,11 @@ from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, Weigh
 
 
 class LocalSGLangProtocol(SGLangProtocol):
-    """A server that we started, with our weight loader in it: weights by every transport.
+    """Protocol of a server started by this run with our weight loader: weights over every transport.
 
     Args:
-        folder: for answers
-        node: this machine
+        folder: folder for results
+        node: name of this machine
     """
 
     def __init__(self, connection: ServerConnection, request_timeout_seconds: float, *, folder: Path, node: str):
@@ -58,7 +60,7 @@ class LocalSGLangProtocol(SGLangProtocol):
         return WeightReport(version=version, fingerprints=fingerprints, received_only=list(fingerprints))
 
     async def _start_update(self) -> None:
-        """Open an update; one that failed before is still open."""
+        """Start an update, unless a failed one is still open."""
         body = {"selector": "target"}
         try:
             await self.server.post("/begin_weight_update", body)
@@ -67,7 +69,7 @@ class LocalSGLangProtocol(SGLangProtocol):
             await self.server.post("/begin_weight_update", body)
 
     async def _send_order(self, timeout_seconds: float | None, **order: object) -> dict[str, int]:
-        """Execute it in every process of the server. Returns the fingerprints that one reports (all are equal)."""
+        """Execute a command in every process of the server. Returns the fingerprints of one (all are equal)."""
         number = next(self._numbers)
         answers = [self._folder / f"{number}_{index}.json" for index in range(self._num_processes)]
         orders = [
@@ -91,7 +93,7 @@ class LocalSGLangProtocol(SGLangProtocol):
 
 
 def _pack_text(text: str) -> str:
-    """`text` as the name of an empty tensor, in the form that SGLang's route takes."""
+    """Pack `text` as the name of an empty tensor, in the format of SGLang's route."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump([(text, torch.empty(0))])
     return base64.b64encode(buffer.getvalue()).decode()

@@ -1,4 +1,4 @@
-"""Declaration of the SGLang engine."""
+"""Registration of the SGLang engine."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,9 @@ def _build_keywords(cfg: "SkyRLConfig", device: str) -> dict[str, Any]:
 
 
 def _check_settings(generator: GeneratorConfig) -> None:
-    """SGLang hands weights to the processes of one tensor-parallel group alone."""
+    """Raise ConfigError for unsupported settings: SGLang passes weights only to the processes of one tensor-parallel
+    group.
+    """
     for kind, name in (("pipeline", "pp_size"), ("data", "dp_size")):
         setting = f"generator.inference_engine_{kind}_parallel_size"
         size = getattr(generator, f"inference_engine_{kind}_parallel_size")
@@ -48,7 +50,7 @@ def _load_server_protocol() -> Any:
         copies_weights_asleep=True,  # `enable_weights_cpu_backup` in `arguments.py`
         server_protocol=_load_server_protocol,
         attention_choice=True,
-        adapter_slots=("max_loras_per_batch", 2),  # one that is put out may answer for a moment yet
+        adapter_slots=("max_loras_per_batch", 2),  # an evicted adapter may still serve running requests
         keywords=_build_keywords,
         check_settings=_check_settings,
         check_model=check_division,
@@ -56,6 +58,6 @@ def _load_server_protocol() -> Any:
 )
 def make_sglang_engine(**keywords: Any) -> Any:
     """Build the engine."""
-    from skyrl_train.inference_engines.sglang.engine import SGLangInferenceEngine  # an extra
+    from skyrl_train.inference_engines.sglang.engine import SGLangInferenceEngine  # an optional dependency
 
     return SGLangInferenceEngine(**keywords)

@@ -1,8 +1,8 @@
-"""Seeded requests with long prompts on a CPU.
+"""Fix of seeded requests with long prompts in vLLM on a CPU.
 
-vLLM draws a token also for a request of whose prompt it computed only a part, forgets it, and turns the request's
-generator back by an offset (`vllm/v1/worker/gpu_model_runner.py`, `_bookkeeping_sync`). CPU generators have none, and
-the worker dies. Here such a request's generator is not used at all until its prompt is complete.
+vLLM also samples a token for a request with a partially computed prompt, discards it, and rewinds the request's
+generator by an offset (`vllm/v1/worker/gpu_model_runner.py`, `_bookkeeping_sync`). CPU generators have no offset, and
+the worker crashes. Here such a generator is not used until the prompt is complete.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def save_generators_of_partial_prompts(runner: Any) -> None:
-    """Change a vLLM model runner on a CPU as said above."""
+    """Patch a vLLM model runner on a CPU as described above."""
     forward, bookkeeping = runner.sampler.forward, runner._bookkeeping_sync
 
     def spared_forward(

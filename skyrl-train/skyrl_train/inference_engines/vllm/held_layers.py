@@ -1,13 +1,13 @@
-"""Layers of a vLLM model in this process: the part of a checkpoint's tensor that each holds, and its numbers, read from
-what the layer computes with.
+"""Weight verification for layers of a vLLM model in this process: the part of a checkpoint tensor in each layer, and
+its values as the layer computes with them.
 
-A table of vLLM's kinds of layers (linear, vocabulary, experts), not of models. Shards follow from the sizes and ranks
-that a layer declares; no loader is asked, so that a loader's mistake cannot hide itself. A kind that is not known here
-gives no regions: its tensors count as unread.
+A table of vLLM's kinds of layers (linear, vocabulary, experts), not of models. Shards are derived from the sizes and
+ranks that a layer declares, independent of loaders, so that errors of a loader are detected. Unknown kinds have no
+regions: their tensors count as unverified.
 
-A weight that is stored as in the checkpoint is read where it lies. A linear layer on a CPU multiplies by a packed copy
-that nothing else can read: its columns are the products with one-hot rows, which are exact in every float format
-(products with 1 and 0, summed with zeros).
+A weight stored as in the checkpoint is read directly. A linear layer on a CPU multiplies by an opaque packed copy: its
+columns are read as products with one-hot rows, which are exact in every float format (products with 1 and 0, summed
+with zeros).
 """
 
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ from skyrl_train.weight_sync.one_hot import as_computed, columns_by_products
 
 Place = tuple[slice | int, ...]
 VllmLayer = Any
-"""Layer of a class of vLLM, which only its worker processes import."""
+"""Layer of a vLLM class, imported only in its worker processes."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a checkpoint's tensor that a layer holds here.
+    """Part of a checkpoint tensor in a layer of this process.
 
     Attributes:
-        layer: vLLM's.
-        parameter: of the layer.
-        source: where the part lies in the checkpoint's tensor.
-        held: where it lies in the parameter.
-        computed: read by products (of a matrix; `held` then has rows alone), else from the parameter.
+        layer: vLLM's layer.
+        parameter: name of the layer's parameter.
+        source: indices of the part in the checkpoint tensor.
+        held: indices in the parameter.
+        computed: read by products (of a matrix; `held` then has only rows) instead of from the parameter.
     """
 
     layer: VllmLayer
@@ -42,25 +42,25 @@ class Region:
     computed: bool = False
 
     def sample_expected(self, tensor: torch.Tensor, sampling: VerificationSample) -> torch.Tensor:
-        """The sample of the part, of a whole tensor as the trainer sent it, in the dtype of the layer."""
+        """Sample the part of a full tensor as sent by the trainer, in the layer's dtype."""
         part = tensor[self.source]
         if self.computed:
             return as_computed(part[:, self._get_columns(sampling)].t().to(self.layer.weight.dtype))
         return _sample_rows(part, sampling).to(getattr(self.layer, self.parameter).dtype)
 
     def count_bytes(self, tensor: torch.Tensor) -> int:
-        """Return the size of the whole part in the dtype of the layer."""
+        """Count the bytes of the part in the layer's dtype."""
         return tensor[self.source].numel() * getattr(self.layer, self.parameter).itemsize
 
     def _get_columns(self, sampling: VerificationSample) -> slice:
-        """The same for all parts of a layer, so that one product serves them."""
+        """Return the sampled columns, equal for all parts of a layer, so that one product is enough."""
         rows, columns = _get_matrix_shape(self.layer)
         return sampling.of(columns, rows * columns * self.layer.weight.itemsize)
 
 
 class LayerReader:
-    """Reader of the current values of regions. Regions of one layer should be read in sequence: common parts are cached
-    for the next.
+    """Reader of the current values of regions. Read the regions of one layer in sequence, since common results are
+    cached.
     """
 
     def __init__(self, sampling: VerificationSample):
@@ -69,7 +69,7 @@ class LayerReader:
         self._kept = torch.empty(0)
 
     def sample_loaded(self, region: Region) -> torch.Tensor:
-        """The counterpart of `Region.expected`."""
+        """Sample a region's current values; counterpart of `Region.sample_expected`."""
         if region.computed:
             columns = region._get_columns(self._sampling)
             return self._keep(region, lambda: _get_matrix_columns(region.layer, columns))[:, region.held[0]]
@@ -84,10 +84,10 @@ class LayerReader:
 
 
 def find_layer_regions(layer: torch.nn.Module, parameter: str, part: int | None, shape: torch.Size) -> list[Region]:
-    """The regions of a checkpoint's tensor of `shape` in a layer; none if they are not known.
+    """Find the regions of a checkpoint tensor of `shape` in a layer; empty if unknown.
 
     Args:
-        part: which of the tensors that the layer keeps side by side this is (q, k, v; gate, up); None: all of them.
+        part: index of the tensor in a fused layer (q, k, v; gate, up); None: all of them.
     """
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -111,7 +111,7 @@ def _find_whole_region(shape: torch.Size) -> Place:
 
 @dataclass(frozen=True)
 class _Shard:
-    """The rows of one of a layer's tensors that are here."""
+    """Local rows of one tensor of a layer."""
 
     start: int
     size: int
@@ -142,13 +142,13 @@ def _find_linear_regions(layer: VllmLayer, parameter: str, part: int | None, sha
 
 
 def _find_shards(layer: VllmLayer) -> tuple[list[_Shard], slice]:
-    """Rows of each tensor that a linear layer keeps, and the columns of all; no rows if its kind is not known."""
+    """Find the local rows of each tensor of a linear layer, and their common columns; no rows if its kind is unknown."""
     from vllm.model_executor.layers import linear
 
     rank, size = layer.tp_rank, layer.tp_size
     all_columns = slice(0, layer.input_size)
     if _is_loaded_as(layer, linear.QKVParallelLinear):
-        copies = layer.num_kv_head_replicas  # of a key-value head, where there are fewer of them than processes
+        copies = layer.num_kv_head_replicas  # replicas of a key-value head, if fewer heads than processes
         query, key, value = (
             layer.num_heads * layer.head_size,
             *(layer.num_kv_heads * head_size for head_size in (layer.head_size, layer.v_head_size)),
@@ -172,7 +172,7 @@ def _find_shards(layer: VllmLayer) -> tuple[list[_Shard], slice]:
 
 
 def _is_loaded_as(layer: VllmLayer, kind: type) -> bool:
-    """Return whether a layer shards its weights as `kind` does; one with a loader of its own does not."""
+    """Return whether a layer shards its weights like `kind`; False for a custom loader."""
     loaders = ("weight_loader", "weight_loader_v2")
     return isinstance(layer, kind) and all(
         getattr(type(layer), loader, None) is getattr(kind, loader, None) for loader in loaders
@@ -205,7 +205,7 @@ def _get_matrix_shape(layer: VllmLayer) -> tuple[int, int]:
 
 
 def _get_matrix_columns(layer: VllmLayer, columns: slice) -> torch.Tensor:
-    """Columns of the matrix that a layer multiplies by, one a row. [columns, outputs]"""
+    """Return columns of the matrix that a layer multiplies by, one per row: [columns, outputs]."""
     weight = layer.weight
     return columns_by_products(
         lambda rows: layer.quant_method.apply(layer, rows),
@@ -233,7 +233,7 @@ def _find_vocabulary_regions(layer: VllmLayer, parameter: str, shape: torch.Size
 
 
 def _is_lookup(layer: VllmLayer) -> bool:
-    """A vocabulary that picks rows, where an LM head multiplies."""
+    """Return whether a vocabulary layer is an embedding lookup; an LM head multiplies."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     return isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
@@ -243,18 +243,18 @@ def _is_lookup(layer: VllmLayer) -> bool:
 
 
 def is_experts(layer: VllmLayer) -> bool:
-    """A layer that holds the weights of experts."""
+    """Return whether a layer has expert weights."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     return isinstance(layer, RoutedExperts)
 
 
 def find_expert_regions(layer: VllmLayer, kind: str, expert: int | None, shape: torch.Size) -> list[Region]:
-    """The regions of a tensor of `shape` in a layer of experts; none if they are not known or not here.
+    """Find the regions of a tensor of `shape` in an expert layer; empty if unknown or not local.
 
     Args:
         kind: `gate`, `up`, `gate_up` or `down`.
-        expert: None: the tensor stacks all of them.
+        expert: index; None: the tensor stacks all experts.
     """
     experts = _find_local_experts(layer, expert, shape)
     if experts is None or not _is_known_layout(layer):
@@ -288,7 +288,7 @@ def find_expert_regions(layer: VllmLayer, kind: str, expert: int | None, shape: 
 
 
 def _find_local_experts(layer: VllmLayer, expert: int | None, shape: torch.Size) -> tuple[Place, Place] | None:
-    """Locate this process's experts: their place in the tensor (empty for one expert's own), and in the layer."""
+    """Locate this process's experts: indices in the tensor (empty for a single expert's tensor) and in the layer."""
     config, manager = layer.moe_config, layer.expert_map_manager
     if config.num_experts != config.num_logical_experts or manager.num_fused_shared_experts:
         return None
@@ -305,7 +305,7 @@ def _find_local_experts(layer: VllmLayer, expert: int | None, shape: torch.Size)
 
 
 def _get_gate_height(layer: VllmLayer) -> int:
-    """Rows before those of `up`, with padding. (While weights are loaded, the layer has its parameters without it.)"""
+    """Return the number of rows before `up`, with padding. (During loading, parameters have no padding.)"""
     if layer.quant_method.unquantized_backend.name == "CPU":
         return _get_expert_kernel(layer)._padded_intermediate_size(layer.moe_config)
     return layer.w13_weight.shape[1] // 2
@@ -330,7 +330,7 @@ def _get_expert_kernel(layer: VllmLayer) -> VllmLayer:
 
 
 def _to_checkpoint_order(layer: VllmLayer, parameter: str) -> torch.Tensor:
-    """A parameter in the order of a checkpoint. Experts on a CPU are packed in another one."""
+    """Return a parameter in checkpoint order. Experts on a CPU are packed in another order."""
     stored = getattr(layer, parameter).detach()
     if stored.dim() != 3 or stored.device.type != "cpu" or not is_experts(layer):
         return stored
@@ -341,8 +341,9 @@ def _to_checkpoint_order(layer: VllmLayer, parameter: str) -> torch.Tensor:
 
 
 def _compute_packed_order(stored: torch.Tensor, isa: str) -> torch.Tensor:
-    """Find the index in an expert's matrix of each number of the packed one, by packing the digits of their
-    indices (to base 256, exact in every float format). [numbers of an expert]"""
+    """Compute the index in an expert's matrix of each packed number, by packing the base-256 digits of the indices
+    (exact in every float format). Shape: [numbers of an expert].
+    """
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     numbers = torch.arange(stored[0].numel())
@@ -354,7 +355,7 @@ def _compute_packed_order(stored: torch.Tensor, isa: str) -> torch.Tensor:
 
 
 def _sample_rows(part: torch.Tensor, sampling: VerificationSample) -> torch.Tensor:
-    """The sample of a stored part: some of the rows of its matrices."""
+    """Sample a stored part: some rows of its matrices."""
     if part.dim() < 2:
         return part
     picked = sampling.of(part.shape[-2], part.numel() * part.itemsize)

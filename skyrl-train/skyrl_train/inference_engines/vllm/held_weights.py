@@ -1,4 +1,4 @@
-"""Comparison of the weights that a vLLM worker was sent with those that it computes with afterwards."""
+"""Comparison of the weights sent to a vLLM worker with the weights that it computes with afterwards."""
 
 import re
 from collections.abc import Iterable
@@ -24,10 +24,10 @@ _BASE = ".base_layer"
 
 
 class HeldWeights:
-    """The places of a checkpoint's tensors in a model.
+    """Map from a checkpoint's tensors to regions of a model.
 
     Args:
-        tied: layers that share another one's weight: (layer, the other).
+        tied: pairs (layer, layer that owns its weight).
     """
 
     def __init__(self, model: Any, tied: Iterable[tuple[Any, Any]]):
@@ -40,7 +40,7 @@ class HeldWeights:
         self._tied = list(tied)
 
     def find_regions(self, name: str, shape: torch.Size) -> list[Region]:
-        """Return the regions in which this process holds a tensor; none if it does not, or if they are not known."""
+        """Return the regions of a tensor in this process; empty if not local or unknown."""
         name = self._names.to_vllm(name)
         return self._find_regions(name, shape) or self._find_regions(self._rename(name), shape)
 
@@ -58,7 +58,7 @@ class HeldWeights:
         found = find_layer_regions(layer, parameter, part, shape)
         for other in [tied for tied, source in self._tied if source is layer and parameter == "weight"]:
             shared = find_layer_regions(other, parameter, part, shape)
-            found = found + shared if shared else []  # one that cannot be read leaves the tensor unread
+            found = found + shared if shared else []  # an unreadable region leaves the tensor unverified
         return found
 
     def _find_expert_regions(self, name: re.Match[str], shape: torch.Size) -> list[Region]:
@@ -73,7 +73,7 @@ class HeldWeights:
         return [] if kind is None else find_expert_regions(layer, kind, expert, shape)
 
     def _rename(self, name: str) -> str:
-        """Return vLLM's name of a tensor, by the prefixes that a model renames."""
+        """Convert a tensor name to vLLM's, by the model's renamed prefixes."""
         for old, new in self._new_prefixes.items():
             if name.startswith(old) and new is not None:
                 return name.replace(old, new, 1)
@@ -81,9 +81,9 @@ class HeldWeights:
 
 
 class HeldComparison:
-    """One update: `expect` what comes before it is handed to the model, then `report` what the model has made of it.
+    """Comparison for one update: `add_expected` before tensors are loaded, then `build_report` from the loaded model.
 
-    The expectation is a fingerprint of a sample of every region, in the numbers that the layer should compute with.
+    Expected values are fingerprints of a sample of every region, in the layer's dtype.
     """
 
     def __init__(self, weights: HeldWeights, process: str, version: int, verification: Verification):
@@ -93,7 +93,7 @@ class HeldComparison:
         self._expected: list[tuple[str, Region, int]] = []
 
     def add_expected(self, tensors: list[NamedTensor]) -> None:
-        """Take note of tensors as they came."""
+        """Record tensors as received."""
         version, verification = self._sampling.version, self._sampling.verification
         self._report.fingerprints |= fingerprints_of(tensors, version, verification)
         if verification == "off":

@@ -1,4 +1,4 @@
-"""The adapters that a vLLM engine has loaded, by name."""
+"""Loaded adapters of a vLLM engine, by name."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class LoadedAdapter:
-    """One that took another's place has a number of its own."""
+    """Loaded adapter; a replacement has a new number."""
 
     request: "LoRARequest"
     version: int
@@ -25,7 +25,7 @@ class LoadedAdapters:
     """Adapters loaded in the engine. Belongs to the engine's event loop.
 
     Args:
-        most: how many may be loaded, those that are replaced and still answer among them; None: vLLM's own bound.
+        most: maximum number of loaded adapters, including replaced ones in use; None: vLLM's limit.
     """
 
     def __init__(self, processes: LLMProcesses, most: int | None):
@@ -44,7 +44,7 @@ class LoadedAdapters:
         return self._by_name[name]
 
     async def load(self, request: LoraLoadRequest) -> WeightReport:
-        """Take the place of the one with this name, which goes when its last request has ended."""
+        """Load an adapter, replacing one with this name, which is removed after its last request."""
         from vllm.lora.request import LoRARequest
 
         llm = self._processes.llm
@@ -55,11 +55,11 @@ class LoadedAdapters:
             )
         self._num_loaded += 1
         number = self._num_loaded
-        # A name of its own as well: vLLM keys cached prefixes by name and path.
+        # Also a unique name: vLLM keys cached prefixes by name and path.
         lora = LoRARequest(lora_name=f"{request.name}-{number}", lora_int_id=number, lora_path=request.path)
         try:
             loaded = await llm.add_lora(lora)
-        except Exception as error:  # vLLM passes on the text of whatever a worker raised
+        except Exception as error:  # vLLM forwards the text of any worker error
             if llm.errored:
                 raise
             raise WeightSyncError(f"vLLM did not load adapter {request.name!r} from {request.path}: {error}") from error
@@ -86,10 +86,10 @@ class LoadedAdapters:
 
 
 def merge_reports(reports: list[dict[str, int]]) -> dict[str, int]:
-    """One report of the workers' reports.
+    """Merge the workers' reports.
 
     Raises:
-        WeightSyncError: two workers were given different bytes.
+        WeightSyncError: two workers received different bytes.
     """
     merged: dict[str, int] = {}
     for report in reports:

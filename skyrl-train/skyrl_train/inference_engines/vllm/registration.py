@@ -1,4 +1,4 @@
-"""Declaration of the vLLM engine."""
+"""Registration of the vLLM engine."""
 
 from typing import Any
 
@@ -33,7 +33,10 @@ def _load_server_protocol() -> Any:
         automatic={"cuda": 1},
         server_protocol=_load_server_protocol,
         attention_choice=True,
-        adapter_slots=("max_loras", 2),  # the last slot stays empty on a CPU; one that is put out answers a moment yet
+        adapter_slots=(
+            "max_loras",
+            2,
+        ),  # the last slot stays empty on a CPU; an evicted adapter may still serve requests
         keywords=build_library_keywords,
         check_settings=_check_settings,
         check_model=check_division,
@@ -41,6 +44,6 @@ def _load_server_protocol() -> Any:
 )
 def make_vllm_engine(**keywords: Any) -> Any:
     """Build the engine."""
-    from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine  # an extra
+    from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine  # an optional dependency
 
     return VLLMInferenceEngine(**keywords)
