@@ -238,8 +238,8 @@ class RequestRecorder:
             return [name for name, opened in self._sessions.items() if len(opened.store)]
 
     def take(self, session: str | int) -> list[RecordedTurn]:
-        """Remove and return a session's turns, without repeats. A turn that continues another one (its prompt begins
-        with that prompt and response) follows it directly. Empty for an unknown session.
+        """Remove and return a session's turns, without repeats. A turn that continues another (its prompt begins with
+        the other's prompt and response) follows it directly. Empty for an unknown session.
         """
         return order_in_chains(remove_repeats(self.take_record(session).turns))
 
@@ -256,7 +256,7 @@ class RequestRecorder:
 
 
 def _try_admit(session: _Session, num_prompts: int, num_choices: int, most: int | None) -> Admission | None:
-    """Admit a request. Returns None while others reserve the tokens it needs. Raises ApiError if a budget is used up."""
+    """Admit a request; None while others reserve tokens it needs. Raises ApiError if a budget is used up."""
     rules, num_answers = session.rules, num_prompts * num_choices
     if rules.max_turns is not None and session.num_admitted + num_prompts > rules.max_turns:
         raise session.use_up("turns", rules.max_turns)

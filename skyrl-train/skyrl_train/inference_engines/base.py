@@ -159,7 +159,8 @@ class InferenceEngineInterface(WeightUpdates):
         or `generate_batch`.
 
         Raises:
-            ValueError: a token id outside the vocabulary, a prompt over the context, a bad sampling parameter.
+            ValueError: a token id outside the vocabulary, a prompt longer than the context, an invalid sampling
+                parameter.
             ConstraintFailed: the constraint became too complex within the answer.
         """
         if type(self).generate_batch is InferenceEngineInterface.generate_batch:

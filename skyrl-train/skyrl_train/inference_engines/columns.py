@@ -41,7 +41,7 @@ class InferenceEngineInput(TypedDict):
 
 class InferenceEngineOutput(TypedDict):
     """Completions in the order of the requests. The columns are fields of `Completion`; columns that were not requested
-    are None or missing.
+    are missing or None.
     """
 
     responses: list[str]

@@ -166,7 +166,7 @@ class EngineHandle(InferenceEngineInterface):
 
     @abstractmethod
     async def _wait_for_answer(self, call: object, timeout_seconds: float, setting: str) -> object:
-        """Wait for the result of a started call. Raises WorkerError after the deadline, naming its setting `setting`."""
+        """Wait for the result of a started call. Raises WorkerError, naming `setting`, after the deadline."""
 
     @abstractmethod
     async def _wait_until_started(self) -> None:

@@ -28,7 +28,7 @@ class LoopThread:
         self._loop.run_forever()
 
     def call(self, coroutine: Coroutine[None, None, T]) -> "asyncio.Future[T]":
-        """Start a coroutine for a caller in another loop. The future belongs to that loop; see `wrap_in_running_loop`."""
+        """Start a coroutine. Returns a future in the caller's running loop (`wrap_in_running_loop`)."""
         return wrap_in_running_loop(self.submit(coroutine))
 
     def submit(self, coroutine: Coroutine[None, None, T]) -> "Future[T]":
@@ -86,7 +86,7 @@ class LoopCalls:
         calls, self._calls = self._calls, {}
         # One wake-up per loop: each writes to a pipe and may release the interpreter lock.
         for loop, own in calls.items():
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the caller has gone away
                 loop.call_soon_threadsafe(_run_all, own)
 
 
@@ -116,7 +116,7 @@ def wrap_in_running_loop(running: "Future[T]") -> "asyncio.Future[T]":
             outcome.set_result(running.result())
 
     def done(_: "Future[T]") -> None:
-        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: no waiter is left
             loop.call_soon_threadsafe(deliver)
 
     running.add_done_callback(done)

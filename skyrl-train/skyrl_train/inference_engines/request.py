@@ -142,7 +142,8 @@ class Completion:
     log_probs: list[float] | None = None
     """log softmax(logits / temperature) at each generated token (temperature 1 if sampling is greedy), before
     penalties, biases, constraints and truncation (top-p, top-k, min-p): the distribution the trainer computes. With
-    `return_kept_tokens` renormalized over the kept tokens. None if not asked for."""
+    `return_kept_tokens` renormalized over the kept tokens. None if not requested.
+    """
     text: str = ""
     prompt_log_probs: list[float] | None = None
     """Log-prob of every prompt token but the first, under the same distribution; None if not requested."""
@@ -156,7 +157,7 @@ class Completion:
     """Tokens that truncation kept at each position; None if not requested (`return_kept_tokens`)."""
     num_cached_prompt_tokens: int | None = None
     """Tokens at the beginning of the prompt that were not computed for this request: cached, or shared with another.
-    None: not asked for, or not known."""
+    None: not requested, or unknown."""
     drafts: DraftCounts | None = None
     """Speculative decoding; None: not requested, or unknown."""
     top: TopLogProbs | None = None

@@ -163,7 +163,7 @@ class RequestRunner:
         self, request: ClientRequest, stream: TokenStream, engine: int, params: SamplingKeywords
     ) -> SamplingKeywords:
         """Build the settings of the next call of a streamed request."""
-        # For any engine: the request may be continued on another one.
+        # For any engine: the request may be continued elsewhere.
         engines = range(len(self._supervisor.engines))
         begins_anew = any(self._supervisor.is_unsupported(each, "answer_tokens") for each in engines)
         # A streamed part lacks kept tokens, so it cannot be continued with them.

@@ -72,7 +72,7 @@ def accepts(matcher_and_tokenizer: Any, text: str) -> bool:
     """Whether the answer may be this text and end there."""
     matcher, tokenizer = matcher_and_tokenizer
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    drafts = matcher.allowed(np.array([*ids, 1]))
+    drafts = matcher.compute_allowed(np.array([*ids, 1]))
     return all(drafts[place, token] for place, token in enumerate([*ids, 1]))
 
 

@@ -42,7 +42,7 @@ class TextBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """A thought of an earlier answer."""
+    """Thought of an earlier response."""
 
     type: Literal["thinking"]
     thinking: str
@@ -50,7 +50,7 @@ class ThinkingBlock(_Block):
 
 
 class ToolUseBlock(_Block):
-    """A tool call of an earlier answer."""
+    """Tool call of an earlier response."""
 
     type: Literal["tool_use"]
     id: str = Field(min_length=1)

@@ -1,8 +1,8 @@
 """Output format of a chat response (`response_format`, `tool_choice`, `parallel_tool_calls`) as an engine constraint.
 
 The constraint covers the whole completion: a thought may precede the constrained part, and tool calls have the format
-that the chat template asks the model for (`tool_calls.py`), with arguments that satisfy the tools' schemas. Grammars
-are in llguidance's Lark.
+that the chat template requests from the model (`tool_calls.py`), with arguments that satisfy the tools' schemas.
+Grammars are in llguidance's Lark.
 """
 
 import json
@@ -19,7 +19,7 @@ from skyrl_train.inference_engines.constraints import Constraint, add_whitespace
 from skyrl_train.types import JsonObject
 
 MAX_CALLS = 32
-"""Tool calls in one constrained answer."""
+"""Maximum number of tool calls in a constrained response."""
 
 _ANY_TEXT = r"(.|\n)*"
 _CALL_OPEN, _CALL_CLOSE, _FUNCTION_OPEN = "<tool_call>", "</tool_call>", "<function="
@@ -30,7 +30,7 @@ ThoughtMode = Literal["none", "open", "possible"]
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """Output format that a request asks for."""
+    """Output format of a request."""
 
     schema: JsonObject | None
     """JSON schema of the text; None: any text."""

@@ -204,7 +204,7 @@ class ConversationMemory:
     def find_prompt(
         self, session: str | int, messages: ConversationType, text: str, options: ChatOptions
     ) -> list[int] | None:
-        """Return the ids of a conversation, with earlier completions as they were drawn; None if that is not possible.
+        """Return the ids of a conversation, with earlier completions as sampled; None if that is not possible.
 
         Args:
             text: the messages as the template renders them. Uses the longest earlier prompt that is a prefix and is

@@ -16,7 +16,7 @@ ToolFormatName = Literal["auto"] | ToolSyntax
 
 
 def resolve_tool_syntax(name: ToolFormatName, chat_template: str | None) -> ToolSyntax:
-    """Resolve `auto` to the format that the chat template asks the model for (Hermes if it asks for none)."""
+    """Resolve `auto` to the tool call format that the chat template requests (Hermes if none)."""
     if name != "auto":
         return name
     template = chat_template or ""

@@ -118,7 +118,7 @@ class ConstraintCompiler:
 
     Args:
         vocab_size: V; the tokenizer may have fewer tokens.
-        eos_ids: tokens that end an answer.
+        eos_ids: tokens that end a completion.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Sequence[int]):

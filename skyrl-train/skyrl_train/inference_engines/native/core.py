@@ -143,7 +143,7 @@ class NativeEngineCore:
         """Return the prompt as an array.
 
         Raises:
-            ValueError: it is empty, as long as the context, or holds an id outside the vocabulary.
+            ValueError: empty, as long as the context, or with an id outside the vocabulary.
         """
         if not prompt:
             raise ValueError("prompt_token_ids must hold at least one token; got an empty prompt")

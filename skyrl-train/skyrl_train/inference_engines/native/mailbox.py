@@ -1,4 +1,4 @@
-"""Mailbox of calls that one thread runs for others between pieces of its own work."""
+"""Mailbox of calls that one thread runs for others between its other work."""
 
 import threading
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class Mailbox:
     # From the thread.
 
     def run_calls(self, has_work: Callable[[], bool], timeout: float | None) -> bool:
-        """Run queued calls, waiting for one if the thread has no other work. Returns False if the thread should stop."""
+        """Run queued calls, waiting for one if the thread has no other work. False if it should stop."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._calls or has_work(), timeout)
             if self._closing:

@@ -1,6 +1,6 @@
 """Linear layers with weights packed for oneDNN: up to twice the speed of the default float32 product on AVX-512, and in
-bfloat16, where the default product packs the weights at each call, 1.4 to 1.7 times that of one to eight rows (hidden
-size 1024; the same bits).
+bfloat16, where the default product packs the weights at each call, 1.4 to 1.7 times the speed for one to eight rows
+(hidden size 1024; the same bits).
 
 A packed float32 product is also bit-exact per row for any batch of at least `attention.MIN_ROWS` rows. The packed copy
 doubles the memory of these weights and must be renewed when they change (call `pack_linears` again). oneDNN looks for
@@ -56,7 +56,7 @@ class PackedLinears:
         self._packed = self._bias = None
 
     def find_stale_layers(self, sampling: VerificationSample) -> list[torch.nn.Linear]:
-        """Return the layers that differ from the packed copy in biases or in sampled weight columns (read by products)."""
+        """Return layers that differ from the packed copy in biases or sampled weight columns (read by products)."""
         if self._packed is None:
             return []
         weights = [layer.weight.detach() for layer in self.layers]

@@ -84,7 +84,7 @@ class PrefixTree:
         return known, slots
 
     def _walk(self, tokens: np.ndarray, adapter: int) -> tuple[list[_Node], list[np.ndarray]]:
-        """Return the nodes along `tokens` from the root, with the matching slots of each; the last may match partially."""
+        """Return the nodes along `tokens` from the root with their matching slots; the last may match partially."""
         path: list[_Node] = []
         slots: list[np.ndarray] = []
         node, position = self._root, 0

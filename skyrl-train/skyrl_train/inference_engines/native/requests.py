@@ -220,7 +220,7 @@ def split_seed(given: SamplingKeywords) -> tuple[EngineSamplingParams, SeedPair 
     """Check the sampling settings of a request, whose `seed` may be a number or a [seed, index] pair.
 
     Returns:
-        the settings, and the pair: None if no seed was given.
+        the settings, and the pair (None without a seed).
 
     Raises:
         ValueError: an unknown keyword, or a value out of range.

@@ -189,7 +189,7 @@ class RowTable:
             # Positions of a row are adjacent: after its tokens, then after each draft.
             own = slice(*np.searchsorted(rows, [row, row + 1]).tolist())
             try:
-                outside = ~request.matcher.allowed(drafts[row])
+                outside = ~request.matcher.compute_allowed(drafts[row])
             except ConstraintFailed as failure:
                 self.failures[request] = failure
                 continue

@@ -205,7 +205,7 @@ def pad_slots(slots: np.ndarray, num_rows: int) -> np.ndarray:
 
 
 def get_row_multiple(model: torch.nn.Module) -> int:
-    """Return the number of rows that fill full vectors in every layer: 1 for the usual widths that are multiples of 32."""
+    """Return the number of rows that fill vectors in every layer: 1 for multiples of 32, the usual widths."""
     head = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and layer is not head]
     return VECTOR // math.gcd(VECTOR, *(layer.out_features for layer in layers))

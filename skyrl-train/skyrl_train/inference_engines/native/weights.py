@@ -150,7 +150,7 @@ class EngineWeights:
         )
 
     def sleep(self, level: int) -> None:
-        """Release the parameters: level 1 moves them to host memory (no effect if already there), level 2 drops them."""
+        """Release the parameters: level 1 moves them to host memory (if not there yet), level 2 drops them."""
         for parameter in self._parameters.values():
             if level == 1:
                 parameter.data = parameter.data.to("cpu")

@@ -34,7 +34,7 @@ def _check_name(engine: RemoteInferenceEngine) -> None:
     if ours not in {_get_last_path_part(name) for name in engine.served_names}:
         raise ConfigError(
             f"{_SETTING}: the server at {engine.url} serves {', '.join(engine.served_names)}; generator.model_name is "
-            f"{engine.model_name}. Start it with that model (or name it so: --served-model-name):\n{_suggest_command(engine)}"
+            f"{engine.model_name}. Start it with that model (or set --served-model-name):\n{_suggest_command(engine)}"
         )
 
 
@@ -60,7 +60,7 @@ async def _check_tokenizer(engine: RemoteInferenceEngine, tokenizer: PreTrainedT
         if ours != theirs:
             raise ConfigError(
                 f"{_SETTING}: the tokenizer of the server at {engine.url} is not that of {engine.model_name}: {text!r} "
-                f"is {_list_some(theirs)} there and {_list_some(ours)} here. Start it with the trainer's model folder, or with "
+                f"is {_list_some(theirs)} there and {_list_some(ours)} here. Start it with the trainer's folder, or "
                 f"{engine.protocol.tokenizer_option} of its tokenizer:\n{_suggest_command(engine)}"
             )
 

@@ -142,7 +142,7 @@ def _find_linear_regions(layer: VllmLayer, parameter: str, part: int | None, sha
 
 
 def _find_shards(layer: VllmLayer) -> tuple[list[_Shard], slice]:
-    """Find the local rows of each tensor of a linear layer, and their common columns; no rows if its kind is unknown."""
+    """Find the local rows of each tensor of a linear layer, and their common columns; no rows if unknown."""
     from vllm.model_executor.layers import linear
 
     rank, size = layer.tp_rank, layer.tp_size

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from skyrl_train.inference_engines.vllm.loading import ModelUpdate
     from skyrl_train.weight_sync.receiver import WeightReceiver
 
-start_owner_watch()  # vLLM imports this first of all that is ours, while it starts: nothing later would cover a slow start
+start_owner_watch()  # the first import by vLLM: a later call would not cover a slow start
 
 
 class WeightExtension:
