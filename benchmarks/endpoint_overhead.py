@@ -77,7 +77,7 @@ def serve(pipe: Connection, folder: str, computes: bool, options: argparse.Names
         while not await asyncio.to_thread(pipe.poll, 1.0):
             pass
         seconds = time.process_time() - began
-        turns = [turn for name in recorder.sessions() for turn in recorder.take(name)]
+        turns = [turn for name in recorder.list_sessions() for turn in recorder.take(name)]
         tokens = sum(len(turn.response_ids) for turn in turns)
         pipe.send((seconds, len(turns), tokens, server.frontend.take_metrics()))
         await server.stop()

@@ -1,1 +1,1 @@
-"""HTTP server over the engines in the protocols of OpenAI and Anthropic, and the recorder of what agents asked."""
+"""HTTP server over the engines in the protocols of OpenAI and Anthropic, and the recorder of agents' requests."""

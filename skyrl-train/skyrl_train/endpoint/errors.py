@@ -15,13 +15,13 @@ _TYPE_OF_STATUS = {
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """Error response.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         message: for the person who wrote the request.
         param: the field of the request that is wrong.
-        code: a word that programs can compare with.
+        code: machine-readable error code.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
@@ -32,13 +32,13 @@ class ApiError(Exception):
         self.code = code
 
     def body(self) -> dict[str, object]:
-        """The JSON that clients read."""
+        """Return the JSON error body."""
         kind = _TYPE_OF_STATUS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 class ContextLengthExceeded(ApiError):
-    """The prompt leaves no room for a token of an answer."""
+    """The prompt leaves no room for a response token."""
 
     def __init__(self, num_tokens: int, max_model_len: int, param: str):
         message = (
@@ -50,13 +50,13 @@ class ContextLengthExceeded(ApiError):
         self.max_model_len = max_model_len
 
 
-def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The request cannot be answered as it is (400)."""
+def build_refusal(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Build the error of an invalid request (400)."""
     return ApiError(400, message, param=param, code=code)
 
 
-def too_busy(num_under_way: int, limit: int) -> ApiError:
-    """The request would exceed the answers that may be under way; clients of OpenAI's send it again by themselves."""
+def build_too_busy_error(num_under_way: int, limit: int) -> ApiError:
+    """Build the error of a request above the limit of responses in flight; OpenAI's clients retry it automatically."""
     return ApiError(
         429,
         f"{num_under_way} answers are under way, of at most {limit} (generator.http_endpoint_max_requests); send the "
@@ -65,27 +65,27 @@ def too_busy(num_under_way: int, limit: int) -> ApiError:
     )
 
 
-def timed_out() -> ApiError:
-    """The deadline of a request is over."""
+def build_timeout_error() -> ApiError:
+    """Build the error of a request past its deadline."""
     return ApiError(504, "the engine did not answer in time (generator.request_timeout_seconds)", code="timeout")
 
 
-def error_of_engine(error: Exception) -> ApiError:
-    """Translate an engine's error to one of the endpoint."""
+def convert_engine_error(error: Exception) -> ApiError:
+    """Convert an engine error to an ApiError."""
     if isinstance(error, UnsupportedByEngine):
-        return refused(f"the engine cannot do this: {error}", code="unsupported_by_engine")
+        return build_refusal(f"the engine cannot do this: {error}", code="unsupported_by_engine")
     if isinstance(error, WorkerError | RolloutError):
-        logger.error(f"the endpoint's engine failed: {error}")  # the end of its log is for us, not for clients
+        logger.error(f"the endpoint's engine failed: {error}")  # the end of the log is internal
         return ApiError(503, "the engine failed or is not reachable; try again later", code="engine_unavailable")
     if isinstance(error, TimeoutError):
-        return timed_out()
+        return build_timeout_error()
     if isinstance(error, ValueError) and not isinstance(error, SkyRLError):
-        return refused(str(error))
-    return error_of_ours(error)
+        return build_refusal(str(error))
+    return build_internal_error(error)
 
 
-def error_of_ours(error: Exception) -> ApiError:
-    """A bug, or what nobody thought of: the log has the trace, the client does not."""
+def build_internal_error(error: Exception) -> ApiError:
+    """Build the response to an unexpected exception. The traceback is logged, not sent to the client."""
     if isinstance(error, ApiError):
         return error
     logger.opt(exception=error).error("the endpoint failed at a request")

@@ -1,5 +1,5 @@
 """The endpoint as an HTTP server in the caller's event loop: OpenAI's chat, completions and responses, and Anthropic's
-messages. Knows routes, connections and keys; what requests mean is the frontends'."""
+messages. Handles routes, connections and keys; frontends interpret requests."""
 
 import asyncio
 import contextlib
@@ -20,12 +20,12 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.endpoint.anthropic_api import errors as anthropic_errors
 from skyrl_train.endpoint.anthropic_api.frontend import AnthropicFrontend
-from skyrl_train.endpoint.errors import ApiError, error_of_ours, refused
-from skyrl_train.endpoint.keys import EndpointKeys, SessionUrls, session_of_url, session_path
-from skyrl_train.endpoint.openai_api.answer_parts import new_id
+from skyrl_train.endpoint.errors import ApiError, build_internal_error, build_refusal
+from skyrl_train.endpoint.keys import EndpointKeys, SessionUrls, build_session_path, parse_session_from_url
+from skyrl_train.endpoint.openai_api.answer_parts import generate_id
 from skyrl_train.endpoint.openai_api.frontend import OpenAIFrontend, Payload
 from skyrl_train.endpoint.openai_api.responses import ResponsesFrontend
-from skyrl_train.endpoint.openai_api.sessions import session_of_connection
+from skyrl_train.endpoint.openai_api.sessions import find_connection_session
 from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 
@@ -37,13 +37,13 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 _START_SECONDS = 30.0
 _GRACE_SECONDS = 5.0
 _KEEP_ALIVE_SECONDS = 600
-"""Agents are silent for minutes while a tool runs; a connection that ends meanwhile costs them a retry."""
+"""Agents are idle for minutes while a tool runs; a connection closed meanwhile costs a retry."""
 _CLIENT_WENT_AWAY = 499
 _RETRY_SECONDS = "1"
 
 
 def create_app(frontend: OpenAIFrontend, keys: EndpointKeys, max_body_bytes: int = MAX_BODY_BYTES) -> Starlette:
-    """The routes of the API."""
+    """Build the ASGI application with the API's routes."""
     anthropic, responses = AnthropicFrontend(frontend), ResponsesFrontend(frontend)
     generating: dict[str, Callable[[bytes, str | None], Awaitable[Any]]] = {
         "/v1/chat/completions": frontend.chat,
@@ -60,27 +60,27 @@ def create_app(frontend: OpenAIFrontend, keys: EndpointKeys, max_body_bytes: int
     def route(method: str, path: str, handler: Handler) -> Route:
         async def answer(request: Request) -> Response:
             try:
-                request.state.session = _session(request, keys)
+                request.state.session = _get_session(request, keys)
                 return await handler(request)
-            except Exception as error:  # a client gets an error as JSON, whatever it is
-                return _error_response(request, error_of_ours(error))
+            except Exception as error:  # any error is returned as JSON
+                return _build_error_response(request, build_internal_error(error))
 
         return Route(path, answer, methods=[method])
 
     def generated(generate: Callable[[bytes, str | None], Awaitable[Any]]) -> Handler:
         async def handler(request: Request) -> Response:
-            body = await _body(request, max_body_bytes)
-            return await _while_connected(request, _generated(generate(body, request.state.session)))
+            body = await _read_body(request, max_body_bytes)
+            return await _run_while_connected(request, _build_response(generate(body, request.state.session)))
 
         return handler
 
     def converted(convert: Callable[[bytes], Awaitable[Payload]]) -> Handler:
         async def handler(request: Request) -> Response:
-            return JSONResponse(await convert(await _body(request, max_body_bytes)))
+            return JSONResponse(await convert(await _read_body(request, max_body_bytes)))
 
         return handler
 
-    async def response(request: Request) -> Response:
+    async def create_response(request: Request) -> Response:
         act = responses.delete if request.method == "DELETE" else responses.retrieve
         return JSONResponse(act(request.path_params["name"], request.state.session))
 
@@ -92,42 +92,42 @@ def create_app(frontend: OpenAIFrontend, keys: EndpointKeys, max_body_bytes: int
         routes=[
             *(route("POST", path, generated(generate)) for path, generate in generating.items()),
             *(route("POST", path, converted(convert)) for path, convert in converting.items()),
-            *(route(method, "/v1/responses/{name}", response) for method in ("GET", "DELETE")),
+            *(route(method, "/v1/responses/{name}", create_response) for method in ("GET", "DELETE")),
             *(route("GET", path, models) for path in ("/v1/models", "/v1/models/{name:path}")),
-            _health_route(frontend),
+            _build_health_route(frontend),
         ],
-        exception_handlers={HTTPException: _unknown_route},
+        exception_handlers={HTTPException: _handle_unknown_route},
     )
 
 
-def _health_route(frontend: OpenAIFrontend) -> Route:
-    """Return the route that needs no key: for whoever watches over processes."""
+def _build_health_route(frontend: OpenAIFrontend) -> Route:
+    """Build the health route, which needs no key: for process supervisors."""
 
     async def health(request: Request) -> Response:
         try:
             await frontend.check_health()
         except ApiError as error:
-            return _error_response(request, error)
+            return _build_error_response(request, error)
         return JSONResponse({"status": "healthy"})
 
     return Route("/health", health, methods=["GET"])
 
 
-async def _unknown_route(request: Request, error: Exception) -> Response:
+async def _handle_unknown_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}{_hint_for_path(request.url.path)}"
-    return _error_response(request, ApiError(error.status_code, message, code="unknown_route"))
+    message = f"{request.method} {request.url.path}: {error.detail}{_suggest_path(request.url.path)}"
+    return _build_error_response(request, ApiError(error.status_code, message, code="unknown_route"))
 
 
 class EndpointServer:
-    """The endpoint, listening. `start` and `stop` belong to one event loop, in which it answers.
+    """HTTP server of the endpoint. `start`, `stop` and all requests run in one event loop.
 
     Args:
         client: one engine, or a client over many.
-        model_name: what clients call the model: one name, or several.
+        model_name: one or several names of the model for clients.
         host, port: port 0 is any free one, see `url`.
-        api_key: what clients must send as their key, unless they have a session's (`session_key`); None: anyone who
-            reaches the server may use it.
+        api_key: key that clients must send, or a session's key (`session_key`); None: open to everyone who reaches the
+            server.
         frontend_settings: further keywords of `OpenAIFrontend`.
     """
 
@@ -154,29 +154,29 @@ class EndpointServer:
 
     @property
     def url(self) -> str:
-        """Base URL for clients. Known after the start."""
+        """Base URL for clients, set by `start`."""
         assert self._socket is not None, "start() comes first"
         host, port = self._socket.getsockname()[:2]
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or str(host)
         return f"http://[{reachable}]:{port}/v1" if ":" in reachable else f"http://{reachable}:{port}/v1"
 
     def session_url(self, session: str) -> str:
-        """Base URL whose requests belong to a session, for OpenAI's clients; Anthropic's want it without the `/v1`."""
-        return self.url.removesuffix("/v1") + session_path(session) + "/v1"
+        """Return the base URL of a session for OpenAI's clients; Anthropic's need it without `/v1`."""
+        return self.url.removesuffix("/v1") + build_session_path(session) + "/v1"
 
     def session_key(self, session: str) -> str:
-        """Key whose requests belong to a session, and to no other."""
+        """Return the key of a session."""
         return self._keys.of_session(session)
 
     async def start(self) -> None:
-        """Listen, and return when requests are answered.
+        """Start listening, and return when the server is ready.
 
         Raises:
-            ConfigError: the port is taken, or this machine has no such address.
+            ConfigError: the port is in use, or the address is not local.
         """
         if self._task is not None:
             raise RuntimeError("the endpoint runs already")
-        self._socket = _listening(self._host, self._port)
+        self._socket = _open_socket(self._host, self._port)
         if not self._has_key and not _is_loopback(self._socket):
             logger.warning(
                 f"the endpoint listens on {self._host} without a key: whoever reaches that address can use the engines "
@@ -203,7 +203,7 @@ class EndpointServer:
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
-        """Take no new requests, give those under way some seconds, and close. No effect if it does not run."""
+        """Reject new requests, let running ones finish for some seconds, and close. No effect if not running."""
         server, task, sock = self._server, self._task, self._socket
         self._server = self._task = None
         if server is not None and task is not None:
@@ -218,7 +218,7 @@ class EndpointServer:
 
 
 class _Server(uvicorn.Server):
-    """Server that leaves the process's signal handlers to the program it runs in."""
+    """Uvicorn server that does not replace the process's signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -226,11 +226,13 @@ class _Server(uvicorn.Server):
 
 
 def check_address(host: str, port: int) -> None:
-    """Check that the endpoint can listen here, before slower parts start. Raises ConfigError like `start`."""
-    _listening(host, port).close()
+    """Check that the endpoint can listen on this address, before slower components start. Raises ConfigError like
+    `start`.
+    """
+    _open_socket(host, port).close()
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _open_socket(host: str, port: int) -> socket.socket:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
             0
@@ -261,19 +263,19 @@ def _is_loopback(sock: socket.socket) -> bool:
     return ipaddress.ip_address(sock.getsockname()[0]).is_loopback
 
 
-def _session(request: Request, keys: EndpointKeys) -> str | None:
-    """Return the session of a request, of its key, URL or header. Raises ApiError if it has not the right key."""
+def _get_session(request: Request, keys: EndpointKeys) -> str | None:
+    """Return the session of a request by key, URL or header. Raises ApiError if the key is wrong."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     given = [token.strip()] if scheme.lower() == "bearer" else []
     if (key := request.headers.get("x-api-key")) is not None:  # Anthropic's clients
         given.append(key.strip())
-    return session_of_connection(
-        keys.session_of(given), session_of_url(request.scope), request.headers.get(SESSION_HEADER) or None
+    return find_connection_session(
+        keys.find_session(given), parse_session_from_url(request.scope), request.headers.get(SESSION_HEADER) or None
     )
 
 
-async def _body(request: Request, max_bytes: int) -> bytes:
-    """The request's body, read no further than it may be long."""
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    """Read the request's body up to the size limit."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
@@ -281,30 +283,29 @@ async def _body(request: Request, max_bytes: int) -> bytes:
             raise ApiError(413, f"the body has more than {max_bytes} bytes", code="request_too_large")
         parts.append(part)
     if not size:
-        raise refused("the body is empty; it must be a JSON object")
+        raise build_refusal("the body is empty; it must be a JSON object")
     return b"".join(parts)
 
 
-async def _generated(answer: Awaitable[Payload | AsyncIterator[str]]) -> Response:
-    """An answer as a response; of a stream only when its first event is there, so that an error before it has a
-    status."""
+async def _build_response(answer: Awaitable[Payload | AsyncIterator[str]]) -> Response:
+    """Build the HTTP response. A stream waits for its first event, so that an earlier error can set the status."""
     result = await answer
     if isinstance(result, dict):
         return JSONResponse(result)
     first = await anext(result)
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_with_first(first, result), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(_chain_first(first, result), media_type="text/event-stream", headers=headers)
 
 
-async def _with_first(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _chain_first(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
     yield first
     async for event in rest:
         yield event
 
 
-async def _while_connected(request: Request, answer: Coroutine[None, None, Response]) -> Response:
-    """The answer; if the client goes away before, the work on it is cancelled (engines then abort the request)."""
-    work, gone = asyncio.create_task(answer), asyncio.create_task(_disconnected(request))
+async def _run_while_connected(request: Request, answer: Coroutine[None, None, Response]) -> Response:
+    """Await the result, and cancel it if the client disconnects (engines then abort the request)."""
+    work, gone = asyncio.create_task(answer), asyncio.create_task(_wait_for_disconnect(request))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         return work.result() if work.done() else Response(status_code=_CLIENT_WENT_AWAY)
@@ -314,13 +315,13 @@ async def _while_connected(request: Request, answer: Coroutine[None, None, Respo
         await asyncio.wait({work, gone})
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def _hint_for_path(path: str) -> str:
-    """Return what to change where a client's base URL has one `/v1` too many or too few; else nothing."""
+def _suggest_path(path: str) -> str:
+    """Return a hint if a client's base URL has one `/v1` too many or too few, else an empty text."""
     if path.startswith("/s//"):
         return "; the URL names no session: it must be /s/NAME/v1 (EndpointServer.session_url)"
     if path.startswith("/v1/v1/"):
@@ -330,12 +331,14 @@ def _hint_for_path(path: str) -> str:
     return ""
 
 
-def _error_response(request: Request, error: ApiError) -> Response:
-    """An error in the form of the API that the client speaks."""
+def _build_error_response(request: Request, error: ApiError) -> Response:
+    """Build an error response in the client's protocol."""
     is_anthropic = request.url.path.startswith("/v1/messages") or "anthropic-version" in request.headers
-    status = anthropic_errors.status_of(error) if is_anthropic else error.status
+    status = anthropic_errors.get_status(error) if is_anthropic else error.status
     headers = {"Retry-After": _RETRY_SECONDS} if error.status == 429 else {}
     if not is_anthropic:
         return JSONResponse(error.body(), status, headers)
-    request_id = new_id("req")
-    return JSONResponse(anthropic_errors.error_body(error, request_id), status, headers | {"request-id": request_id})
+    request_id = generate_id("req")
+    return JSONResponse(
+        anthropic_errors.build_error_body(error, request_id), status, headers | {"request-id": request_id}
+    )

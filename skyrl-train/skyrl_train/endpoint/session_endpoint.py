@@ -1,4 +1,4 @@
-"""Endpoint of harnesses: one server over the engines with a recorder, alive while trajectories are generated."""
+"""Endpoint for agent harnesses: one server with a request recorder, running while trajectories are generated."""
 
 import asyncio
 import contextlib
@@ -28,9 +28,10 @@ _CHUNK = 1 << 16
 _FOLDER_PREFIX, _LOCK = "skyrl-endpoint-", "lock"
 
 
-def endpoint_settings(cfg: "GeneratorConfig") -> dict[str, Any]:
-    """Return what `generator` says of an endpoint, as keywords of `EndpointServer`. Where a request names no sampling
-    keyword, that of `generator.sampling_params` holds."""
+def build_endpoint_settings(cfg: "GeneratorConfig") -> dict[str, Any]:
+    """Build the keywords of `EndpointServer` from the `generator` settings. Requests default to
+    `generator.sampling_params`.
+    """
     sampling = cfg.sampling_params
     return {
         "model_name": cfg.served_model_name or cfg.model_name,
@@ -46,10 +47,10 @@ def endpoint_settings(cfg: "GeneratorConfig") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that listens.
+    """Running server.
 
     Args:
-        socket_path: Unix socket that leads to it, for sandboxes without network.
+        socket_path: Unix socket forwarded to it, for sandboxes without network.
     """
 
     server: EndpointServer
@@ -62,8 +63,7 @@ class Endpoint:
 
 
 class SharedEndpoint:
-    """The endpoint of concurrent batches: the first one starts it, the last one stops it, so that nothing outlives the
-    generation and nobody has to stop it.
+    """Endpoint shared by concurrent batches: the first one starts it, the last one stops it.
 
     Args:
         client: one engine, or a client over many.
@@ -81,8 +81,8 @@ class SharedEndpoint:
         self._changing = asyncio.Lock()
 
     @contextlib.asynccontextmanager
-    async def listening(self) -> AsyncIterator[Endpoint]:
-        """Have the endpoint inside of the block, in the event loop around it."""
+    async def serve(self) -> AsyncIterator[Endpoint]:
+        """Run the endpoint within the block, in the current event loop."""
         async with self._changing:
             if self._open is None:
                 self._open = await self._start()
@@ -99,38 +99,38 @@ class SharedEndpoint:
 
     async def _start(self) -> Endpoint:
         recorder = RequestRecorder(begun_only=True)
-        settings = endpoint_settings(self._cfg)
-        # On loopback, and with a key: other processes of the machine cannot put answers into a trajectory.
+        settings = build_endpoint_settings(self._cfg)
+        # On loopback and with a key: other local processes must not add turns to a trajectory.
         server = EndpointServer(
             self._client, self._tokenizer, api_key=secrets.token_urlsafe(32), recorder=recorder, **settings
         )
         async with contextlib.AsyncExitStack() as stack:
             await server.start()
             stack.push_async_callback(server.stop)
-            folder = stack.enter_context(socket_folder())
+            folder = stack.enter_context(create_socket_folder())
             path = os.path.join(folder, "socket")
             port = urlsplit(server.url).port
             connections: set[asyncio.Task[None]] = set()
             pipes = await asyncio.start_unix_server(partial(_forward, connections, port), path)
-            # A sandbox's user is none of this machine's; the folder around it keeps others out.
+            # The sandbox runs as another user; the enclosing folder restricts access.
             os.chmod(path, 0o666)
-            stack.push_async_callback(_end, connections)
+            stack.push_async_callback(_close_connections, connections)
             stack.callback(pipes.close)
             self._stack = stack.pop_all()
         return Endpoint(server, recorder, path)
 
 
 @contextlib.contextmanager
-def socket_folder() -> Iterator[str]:
-    """Have a folder of this process inside of the block. Those of processes that were killed are removed."""
+def create_socket_folder() -> Iterator[str]:
+    """Create a folder for this process within the block. Folders of killed processes are removed."""
     for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-        # One of another user, or without a lock: not ours to remove. A locked one is in use.
+        # Folders of other users or without a lock are kept; a locked one is in use.
         with contextlib.suppress(OSError), open(left / _LOCK, "rb+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX) as folder, open(os.path.join(folder, "new"), "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.rename(lock.name, os.path.join(folder, _LOCK))  # never seen without being held
+        os.rename(lock.name, os.path.join(folder, _LOCK))  # never visible without a lock
         yield folder
 
 
@@ -144,7 +144,7 @@ async def _forward(
     try:
         far, onward = await asyncio.open_connection("127.0.0.1", port)
         try:
-            await asyncio.gather(_pump(near, onward), _pump(far, back))
+            await asyncio.gather(_copy_bytes(near, onward), _copy_bytes(far, back))
         finally:
             onward.close()
     except (OSError, asyncio.CancelledError):  # the server has stopped
@@ -154,14 +154,14 @@ async def _forward(
         connections.discard(task)
 
 
-async def _end(connections: set[asyncio.Task[None]]) -> None:
-    """End connections that are still open: of harnesses that were killed."""
+async def _close_connections(connections: set[asyncio.Task[None]]) -> None:
+    """Close connections of killed harnesses."""
     for task in list(connections):
         task.cancel()
     await asyncio.gather(*connections, return_exceptions=True)
 
 
-async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+async def _copy_bytes(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
         while data := await source.read(_CHUNK):
             target.write(data)

@@ -1,4 +1,4 @@
-"""Turns of recorded sessions, and their compact memory: arrays in place of lists, common beginnings once."""
+"""Compact storage of the turns of recorded sessions: arrays instead of lists, shared prefixes stored once."""
 
 import sys
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ import numpy as np
 from skyrl_train.types import ConversationType, MessageType
 
 BLOCK = 256
-"""Tokens of a block of a prompt. Prompts that begin alike share the whole blocks of their beginning."""
+"""Tokens per prompt block. Prompts with a common prefix share its full blocks."""
 
 _BYTES_OF_TURN, _BYTES_OF_OBJECT = 1200, 150
-"""Memory of a turn beside its arrays and messages, and of a block or message beside its content: measured."""
+"""Measured overhead in bytes of a turn, and of a block or message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedTurn:
-    """One answer to one request. The three lists are one entry a written token."""
+    """One response to one request. The three lists have one entry per generated token."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -25,16 +25,16 @@ class RecordedTurn:
     weight_versions: list[int]
     stop_reason: str
     temperature: float
-    """The log-probs are those of this temperature."""
+    """Temperature of the log-probs."""
     messages: ConversationType | None
-    """Messages of the prompt; None for requests that gave a text or tokens."""
+    """Messages of the prompt; None for requests with a text or tokens."""
     answer: MessageType | None
-    """The assistant message that the agent was given."""
+    """Assistant message returned to the agent."""
     request: str
     """Equal for equal requests."""
     started: float
     finished: float
-    """Seconds of one clock."""
+    """Start and end in seconds of one clock."""
 
     @property
     def num_tokens(self) -> int:
@@ -43,7 +43,7 @@ class RecordedTurn:
 
 @dataclass(frozen=True, slots=True)
 class _StoredTurn:
-    """A turn whose lists are arrays: the prompt's, int32, in blocks of bytes; those of the answer."""
+    """Turn stored as arrays: the prompt as int32 in blocks of bytes, and arrays of the response."""
 
     rest: RecordedTurn
     prompt: tuple[bytes, ...]
@@ -51,7 +51,7 @@ class _StoredTurn:
     log_probs: np.ndarray
     versions: np.ndarray
 
-    def whole(self) -> RecordedTurn:
+    def build_turn(self) -> RecordedTurn:
         return replace(
             self.rest,
             prompt_ids=np.frombuffer(b"".join(self.prompt), np.int32).tolist(),
@@ -62,29 +62,29 @@ class _StoredTurn:
 
 
 class TurnStore:
-    """Turns of one session, in the order of their ends."""
+    """Turns of one session, ordered by completion time."""
 
     def __init__(self) -> None:
         self._turns: list[_StoredTurn] = []
         self._blocks: dict[bytes, bytes] = {}
         self._messages: dict[tuple[object, object], MessageType] = {}
         self.num_bytes = 0
-        """Memory of the turns, about."""
+        """Approximate memory of the turns."""
         self.num_generated = 0
-        """Tokens of the answers."""
+        """Number of response tokens."""
 
     def __len__(self) -> int:
         return len(self._turns)
 
     def add(self, turns: Sequence[RecordedTurn]) -> int:
-        """Take the choices of one request. Returns: the bytes that they take."""
+        """Store the choices of one request. Returns their size in bytes."""
         before = self.num_bytes
         prompts: dict[int, tuple[bytes, ...]] = {}  # choices share the list
         for turn in turns:
             if id(turn.prompt_ids) not in prompts:
-                prompts[id(turn.prompt_ids)] = self._shared_blocks(turn.prompt_ids)
-            messages = None if turn.messages is None else [self._shared_message(each) for each in turn.messages]
-            answer = None if turn.answer is None else self._shared_message(turn.answer)
+                prompts[id(turn.prompt_ids)] = self._share_blocks(turn.prompt_ids)
+            messages = None if turn.messages is None else [self._find_shared_message(each) for each in turn.messages]
+            answer = None if turn.answer is None else self._find_shared_message(turn.answer)
             stored = _StoredTurn(
                 replace(
                     turn,
@@ -97,8 +97,8 @@ class TurnStore:
                 ),
                 prompts[id(turn.prompt_ids)],
                 np.asarray(turn.response_ids, np.int32),
-                _exact_floats(turn.log_probs),
-                _versions(turn.weight_versions),
+                _to_exact_floats(turn.log_probs),
+                _to_versions(turn.weight_versions),
             )
             self._turns.append(stored)
             self.num_generated += len(turn.response_ids)
@@ -107,10 +107,10 @@ class TurnStore:
             self.num_bytes += stored.versions.nbytes if stored.versions.flags.owndata else 0
         return self.num_bytes - before
 
-    def turns(self) -> list[RecordedTurn]:
-        return [turn.whole() for turn in self._turns]
+    def list_turns(self) -> list[RecordedTurn]:
+        return [turn.build_turn() for turn in self._turns]
 
-    def _shared_blocks(self, ids: Sequence[int]) -> tuple[bytes, ...]:
+    def _share_blocks(self, ids: Sequence[int]) -> tuple[bytes, ...]:
         raw, size = np.asarray(ids, np.int32).tobytes(), 4 * BLOCK
         blocks = []
         for start in range(0, len(raw), size):
@@ -121,8 +121,8 @@ class TurnStore:
             blocks.append(self._blocks[block])
         return tuple(blocks)
 
-    def _shared_message(self, message: MessageType) -> MessageType:
-        """Return the message of an earlier turn that is equal to this one, if there is one."""
+    def _find_shared_message(self, message: MessageType) -> MessageType:
+        """Return an equal message of an earlier turn, if any."""
         content = message.get("content")
         key = message.get("role"), content if isinstance(content, str) else None
         known = self._messages.get(key)
@@ -136,15 +136,15 @@ class TurnStore:
         return message
 
 
-def _exact_floats(values: Sequence[float]) -> np.ndarray:
-    """Return float32, which engines compute in, or float64 where that would change a value."""
+def _to_exact_floats(values: Sequence[float]) -> np.ndarray:
+    """Convert to float32 (engine precision), or float64 if that would change a value."""
     doubles = np.asarray(values, np.float64)
     singles = doubles.astype(np.float32)
     return singles if bool((singles == doubles).all()) else doubles
 
 
-def _versions(values: Sequence[int]) -> np.ndarray:
-    """Return int64; equal ones, as in most answers, take no memory."""
+def _to_versions(values: Sequence[int]) -> np.ndarray:
+    """Convert to int64; a constant array, as in most responses, is stored as one value."""
     if values and values.count(values[0]) == len(values):
         return np.broadcast_to(np.int64(values[0]), len(values))
     return np.asarray(values, np.int64)

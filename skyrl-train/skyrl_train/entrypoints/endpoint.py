@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.endpoint.recorder import RequestRecorder
 from skyrl_train.endpoint.server import EndpointServer
-from skyrl_train.endpoint.session_endpoint import endpoint_settings
+from skyrl_train.endpoint.session_endpoint import build_endpoint_settings
 from skyrl_train.env_vars import endpoint_api_key
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 
@@ -28,7 +28,7 @@ def endpoint_of(
         port=cfg.generator.http_endpoint_port,
         api_key=endpoint_api_key(),
         recorder=recorder,
-        **endpoint_settings(cfg.generator),
+        **build_endpoint_settings(cfg.generator),
     )
 
 

@@ -14,7 +14,7 @@ from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.engine_handle import EngineHandle
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.remote.check import check_server
-from skyrl_train.inference_engines.remote.key_guard import key_from_file
+from skyrl_train.inference_engines.remote.key_guard import read_key_file
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
 from skyrl_train.orchestration.placement import make_launcher
 
@@ -130,7 +130,7 @@ def remote_api_key(generator: GeneratorConfig) -> SecretStr | None:
     """Return the key of external servers, from the configured file or the environment."""
     file = generator.remote_inference_engine_api_key_file
     setting = "generator.remote_inference_engine_api_key_file"
-    key = engine_api_key() if file is None else key_from_file(file, setting)
+    key = engine_api_key() if file is None else read_key_file(file, setting)
     return None if key is None else SecretStr(key)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from skyrl_train.env_vars import ENGINE_API_KEY
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference_engines.remote.key_guard import GUARD, is_loopback, key_from_file
+from skyrl_train.inference_engines.remote.key_guard import GUARD, is_loopback, read_key_file
 from skyrl_train.inference_engines.vllm.arguments import EXTENSION, GRAMMAR_BACKEND
 
 _ENVIRONMENT = {
@@ -38,7 +38,7 @@ def server_command(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     ours, others = parser.parse_known_args(arguments)
     given = dict(environment) | _ENVIRONMENT
     if ours.api_key_file is not None:
-        given[ENGINE_API_KEY] = key_from_file(ours.api_key_file, "--api-key-file")
+        given[ENGINE_API_KEY] = read_key_file(ours.api_key_file, "--api-key-file")
     if not is_loopback(ours.host) and not given.get(ENGINE_API_KEY):
         raise ConfigError(
             f"--host={ours.host} is reached from other machines, and whoever reaches the server could call any method "

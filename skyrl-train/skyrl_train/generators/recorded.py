@@ -12,9 +12,9 @@ from skyrl_train.endpoint.openai_api.prompts import Said
 from skyrl_train.endpoint.recorder import (
     RecordedTurn,
     SessionRecord,
-    goes_on_from,
-    in_chains,
-    without_repeats,
+    is_continuation,
+    order_in_chains,
+    remove_repeats,
 )
 from skyrl_train.generators.base import Failure, TrajectoryID
 from skyrl_train.rollouts.certificate import certificate_metrics, certify
@@ -53,7 +53,7 @@ def recorded_trajectory(
             of another distribution. None: all train.
         failure: makes it a failed trajectory, which trains nothing.
     """
-    turns = in_chains(without_repeats(record.turns))
+    turns = order_in_chains(remove_repeats(record.turns))
     if not turns:
         return _without_turns(trajectory_id, failure)
     samples = [_sample(turn, temperature) for turn in turns]
@@ -112,11 +112,11 @@ def _reasons(turns: Sequence[RecordedTurn]) -> Counter[str]:
     """
     reasons: Counter[str] = Counter()
     for number, turn in enumerate(turns[1:], start=1):
-        if goes_on_from(turn, turns[number - 1]):
+        if is_continuation(turn, turns[number - 1]):
             continue
         said = [Said.of(message) for message in turn.messages or [] if message["role"] == "assistant"]
         answers = [Said.of(other.answer) for other in turns if other.answer is not None and other is not turn]
-        if any(goes_on_from(turn, other) for other in turns):
+        if any(is_continuation(turn, other) for other in turns):
             reasons["fork"] += 1
         elif any(each in answers for each in said):
             reasons["rendered"] += 1

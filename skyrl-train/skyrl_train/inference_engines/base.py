@@ -1,6 +1,6 @@
-"""Interface of rollout engines: tokens in, tokens out, with log-prob and weight version of every generated token.
+"""Interface of rollout engines: token ids in and out, with log-prob and weight version of every generated token.
 
-Trainer, generators and client know engines only through this file. It imports no engine and no Ray.
+Trainer, generators and client use engines only through this interface. It imports neither an engine nor Ray.
 """
 
 from abc import abstractmethod
@@ -53,15 +53,16 @@ __all__ = [
 ]
 
 PauseMode = Literal["keep", "wait", "abort"]
-"""Treatment of running requests at a pause. `keep`: they stay and continue after resume. `wait`: they run to their end
-first (no new ones start). `abort`: they return now, with the tokens so far and stop reason `abort`."""
+"""Treatment of running requests at a pause. `keep`: they stay and continue after resume. `wait`: they finish first (new
+ones do not start). `abort`: they return immediately with the tokens so far and stop reason `abort`.
+"""
 
 WAKE_TAGS = ("weights", "kv_cache")
-"""Kinds of memory that `wake_up` may bring back one at a time."""
+"""Kinds of memory that `wake_up` can restore separately."""
 
 
 def check_pause_mode(mode: str) -> None:
-    """Raise ValueError if `mode` is no `PauseMode`."""
+    """Raise ValueError if `mode` is not a `PauseMode`."""
     if mode not in get_args(PauseMode):
         raise ValueError(f"pause mode must be one of {', '.join(get_args(PauseMode))}; got {mode!r}")
 
@@ -73,7 +74,7 @@ def check_sleep_level(level: int) -> None:
 
 
 def tags_to_wake(tags: Sequence[str] | None) -> list[str]:
-    """Return the tags given to `wake_up`, all `WAKE_TAGS` for None. Raises ValueError for another tag."""
+    """Return the tags given to `wake_up`, all `WAKE_TAGS` for None. Raises ValueError for an unknown tag."""
     for tag in tags or ():
         if tag not in WAKE_TAGS:
             raise ValueError(f"wake_up tags must be of {', '.join(WAKE_TAGS)}; got {tag!r}")
@@ -100,8 +101,9 @@ Feature = Literal[
     "streaming",
 ]
 """Optional features. `penalties`: `frequency_penalty` and `presence_penalty`. `json_schema`, `grammar`: a `constraint`
-of this kind. `answer_tokens`: `num_answer_tokens`; other engines generate an interrupted answer that depends on it
-anew. `streaming`: `stream` hands out tokens as they come; a client asks other engines for a streamed answer in pieces.
+of this kind. `answer_tokens`: `num_answer_tokens`; without it, an interrupted completion that depends on it is
+    restarted. `streaming`: `stream` delivers tokens as they are generated; a client requests a streamed completion in
+    pieces from other engines.
 Tokens in and out, log-probs, aborts, weight versions and health checks are mandatory."""
 
 
@@ -110,53 +112,55 @@ class EngineInfo:
     """Description of an engine."""
 
     backend: str
-    """The registered name of its kind."""
+    """Registered name of the engine kind."""
     release: str
-    """The library's version."""
+    """Version of the library."""
     model: str
-    """Path or name of the model, as given to the engine (a server: the model that it serves)."""
+    """Path or name of the model, as given to the engine (for a server: the served model)."""
     vocab_size: int
-    """Token ids lie in [0, vocab_size)."""
+    """Token ids are in [0, vocab_size)."""
     max_model_len: int
     """Maximum number of tokens of a prompt and its response."""
     dtype: str | None
-    """`bfloat16`, `float16`, `float32`; None if the engine does not say."""
+    """`bfloat16`, `float16`, `float32`; None if not reported."""
     num_weight_processes: int = 1
     """Processes that take part in a weight broadcast: tensor- x pipeline- x data-parallel size."""
     node: str | None = None
-    """The Ray node or host whose shared memory the engine sees; None: another machine, or not known."""
+    """Ray node or host of the shared memory that the engine can access; None: another machine, or unknown."""
     gpus: Sequence[str] = ()
-    """UUIDs of the GPUs of its weight processes; empty on a CPU, or where they are not known."""
+    """UUIDs of the GPUs of its weight processes; empty on a CPU, or if unknown."""
     unsupported: Mapping[Feature, str] = field(default_factory=dict)
-    """Feature that this engine does not have -> reason (an issue or a line of its source). A request for it raises
-    `UnsupportedByEngine`."""
+    """Unsupported feature -> reason (an issue or a source line). A request for it raises `UnsupportedByEngine`."""
 
 
 class InferenceEngineInterface(WeightUpdates):
-    """One engine, or a client over many. Every coroutine ends, with a result or with an error."""
+    """Interface of one engine, or of a client over many. Every coroutine ends with a result or an error."""
 
     @abstractmethod
     async def describe(self) -> EngineInfo: ...
 
     @abstractmethod
     async def check_health(self) -> None:
-        """Wait until the engine answers that it is well: soon, or after a long step. The caller sets the deadline; see
-        `progress`.
+        """Wait until the engine reports that it is healthy, possibly after a long step. The caller sets the deadline;
+        see `progress`.
 
         Raises:
             WorkerError: the engine has failed.
         """
 
     def progress(self) -> int:
-        """Return a number that grows while the engine computes, for any thread to read. It distinguishes a busy engine
-        (silent, but the number grows) from one that hangs. 0 for engines that do not know."""
+        """Return a counter that grows while the engine computes; thread-safe. It distinguishes a busy engine
+        (unresponsive, but the counter grows) from one that hangs. 0 if not available.
+        """
         return 0
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Continue a prompt. Cancelled, it ends the request. An engine defines this method, or `generate_batch`.
+        """Generate the completion of a prompt. Cancelling the coroutine ends the request. An engine defines this method
+        or `generate_batch`.
 
         Raises:
-            ValueError: a token id outside the vocabulary, a prompt over the context, a bad sampling parameter.
+            ValueError: a token id outside the vocabulary, a prompt longer than the context, an invalid sampling
+                parameter.
             ConstraintFailed: the constraint became too complex within the answer.
         """
         if type(self).generate_batch is InferenceEngineInterface.generate_batch:
@@ -164,17 +168,18 @@ class InferenceEngineInterface(WeightUpdates):
         return to_completion(await self.generate_batch(to_batch(request)))
 
     async def stream(self, request: GenerationRequest, on_tokens: OnTokens) -> Completion:
-        """Continue a prompt as `generate` does, and hand out its tokens as they come, all but the last ones at the
-        latest. The completion is the whole answer, equal to that of `generate`.
+        """Generate a completion as `generate` does, and deliver its tokens while it runs; the last ones may be
+        delivered only with the result. The result is the entire completion, as from `generate`.
 
         Args:
-            on_tokens: called in the caller's event loop. Tokens that it got stand: the answer begins with them.
+            on_tokens: called in the caller's event loop. Delivered tokens are final: the completion begins with them.
         """
         return await self.generate(request)
 
     async def generate_batch(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Continue every prompt of a batch. A request that fails by itself fails alone (`failures`); any other error
-        ends the requests of the whole batch."""
+        """Generate completions of all prompts of a batch. A request-specific error fails that request alone
+        (`failures`); any other error ends the requests of the whole batch.
+        """
 
         async def outcome(request: GenerationRequest) -> Completion | Exception:
             try:
@@ -187,8 +192,8 @@ class InferenceEngineInterface(WeightUpdates):
 
     @contextmanager
     def announced(self, groups: Sequence[Sequence[str | int]]) -> Iterator[None]:
-        """Announce sessions (`session_ids`) whose requests come one by one within this context, so that a client over
-        many engines divides them evenly. One engine has nothing to divide.
+        """Declare sessions (`session_ids`) with requests that follow one by one within this context, so that a client
+        over many engines divides them evenly. No effect for one engine.
 
         Args:
             groups: sessions with the same prompt.
@@ -197,7 +202,7 @@ class InferenceEngineInterface(WeightUpdates):
 
     @abstractmethod
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
-        """Pause, and wait until no request is being computed. New requests wait for `resume_generation`."""
+        """Pause, and wait until no request is computed. New requests wait for `resume_generation`."""
 
     @abstractmethod
     async def resume_generation(self) -> None: ...
@@ -208,21 +213,23 @@ class InferenceEngineInterface(WeightUpdates):
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:
-        """Release memory for the trainer: level 1 keeps the weights in host memory, 2 drops them (a full weight update
-        must follow `wake_up`). Refused while requests run."""
+        """Release memory for the trainer. Level 1 keeps the weights in host memory, level 2 drops them (a full weight
+        update must follow `wake_up`). Raises an error while requests run.
+        """
 
     @abstractmethod
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Undo `sleep`. `tags` selects what comes back: `weights`, `kv_cache`; None means both."""
+        """Undo `sleep`. `tags` selects the memory to restore: `weights`, `kv_cache`; None means both."""
 
     @abstractmethod
     async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
-        """Load an adapter from a folder, in place of one with the same name; requests that name it use it from now on,
-        under `request.version`."""
+        """Load an adapter from a folder, replacing one with the same name. Requests with this name use it from now on,
+        with weight version `request.version`.
+        """
 
     @abstractmethod
     async def unload_lora(self, name: str) -> None:
-        """Unload an adapter after the running requests that use it. An unknown name raises ValueError."""
+        """Unload an adapter once running requests that use it have ended. An unknown name raises ValueError."""
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None: ...

@@ -1,12 +1,13 @@
-"""Requests of many callers in few calls to one engine, where a call costs more than a request. Knows no Ray.
+"""Batching of many callers' requests into few calls to one engine, for transports where a call costs more than a
+request. Independent of Ray.
 
-The requests that one tick of an event loop makes travel in one call, and a call returns every outcome that is there at
-the time. At least one call is under way while a request is:
+All requests of one event loop tick share a call, and a call returns all outcomes available at that time. At least one
+call is in flight while a request is:
 
     caller      {0: a, 1: b} ──>                     {2: c} ──>                        {} ──>
     engine                      ──> {1: outcome of b}          ──> {0: ..., 2: ...}
 
-Tokens of streamed answers come the same way, those of all streams together, `TOKENS_EVERY_SECONDS` at the most often.
+Tokens of all streams are returned in the same way, at intervals of at least `TOKENS_EVERY_SECONDS`.
 """
 
 import asyncio
@@ -20,41 +21,42 @@ from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.request import Completion, GenerationRequest, OnTokens, TokenDelta, join_deltas
 
 TOKENS_EVERY_SECONDS = 0.1
-"""Shortest time between two calls that return tokens alone. Tokens wait meanwhile and are joined, because a step of a
-small model is much cheaper than a call."""
+"""Minimum interval between calls that return only streamed tokens. Tokens are joined meanwhile, because a step of a
+small model is much cheaper than a call.
+"""
 
 
 _FORGET_SECONDS = 600.0
-"""Time without a call after which a sender counts as dead: one with requests always has a call under way."""
+"""Time without a call after which a sender counts as crashed: a sender with requests always has a call in flight."""
 
 
 class SentRequest(NamedTuple):
-    """Request on its way to an engine."""
+    """Request sent to an engine."""
 
     request: GenerationRequest
     is_streamed: bool
 
 
 class StreamedTokens(NamedTuple):
-    """Tokens of an answer that grows: no outcome yet, more comes."""
+    """Tokens of an unfinished completion."""
 
     start: int
-    """Number of tokens before them: replies of several calls may overtake one another."""
+    """Number of tokens before them: replies of several calls may arrive out of order."""
     delta: TokenDelta
 
 
 Requests = dict[int, SentRequest]
 Outcomes = dict[int, Completion | Exception | StreamedTokens]
-"""By the numbers of the requests."""
+"""Outcomes by request number."""
 
 Generate = Callable[[GenerationRequest, OnTokens | None], Awaitable[Completion]]
 
 Exchange = Callable[[str, Requests, list[int]], Awaitable[Outcomes]]
-"""`RequestServer.exchange`, wherever it is."""
+"""`RequestServer.exchange`, local or remote."""
 
 
 class _StreamReader:
-    """Reader of a streamed answer, who gets its tokens in order."""
+    """Reader of a stream that reorders its tokens."""
 
     def __init__(self, on_tokens: OnTokens):
         self._on_tokens = on_tokens
@@ -69,8 +71,8 @@ class _StreamReader:
 
 
 class RequestSender:
-    """Sender of the requests of one event loop. A call that fails, or a reply that is lost with it, fails all requests
-    that were sent: any of their outcomes may have been in it.
+    """Sender of the requests of one event loop. A failed call or lost reply fails all sent requests, since it may have
+    contained any of their outcomes.
 
     Args:
         exchange: starts a call at once, or raises an error if it cannot be sent.
@@ -88,10 +90,10 @@ class RequestSender:
         self._is_flush_due = False
 
     async def send(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> Completion:
-        """Return the outcome of a request. Cancelled, it withdraws the request.
+        """Send a request and return its outcome. Cancelling the coroutine cancels the request.
 
         Args:
-            on_tokens: takes the tokens of a streamed answer as they come.
+            on_tokens: receives the tokens of a stream.
         """
         number = next(self._numbers)
         outcome = self._pending[number] = asyncio.get_running_loop().create_future()
@@ -122,24 +124,24 @@ class RequestSender:
     def _start(self, new: Requests, withdrawn: list[int]) -> None:
         try:
             answer = self._exchange(self._name, new, withdrawn)
-        except Exception as error:  # a request that cannot be pickled may raise anything
+        except Exception as error:  # pickling a request may raise any error
             alone: list[tuple[Requests, list[int]]] = [({number: request}, []) for number, request in new.items()]
             alone += [({}, withdrawn)] if withdrawn else []
             if len(alone) < 2:
                 return self._fail(list(new or self._pending), error)
-            for part in alone:  # so that the others do not fail with it
+            for part in alone:  # so that the others do not fail too
                 self._start(*part)
             return
         call = asyncio.ensure_future(self._receive(answer, new))
         self._calls.add(call)
-        call.add_done_callback(self._ended)
+        call.add_done_callback(self._handle_end_of_call)
 
     async def _receive(self, answer: Awaitable[Outcomes], sent: Requests) -> None:
         try:
             outcomes = await answer
-        except Exception as error:  # of the process, or of a reply that cannot travel
+        except Exception as error:  # a crashed process, or a reply that cannot be pickled
             return self._fail_sent(error)
-        if not outcomes and not sent and len(self._calls) == 1:  # the only call: the engine computes nothing for it
+        if not outcomes and not sent and len(self._calls) == 1:  # the only call: nothing is in flight
             return self._fail_sent(WorkerError("the engine does not know its requests any more"))
         for number, outcome in outcomes.items():
             if isinstance(outcome, StreamedTokens):
@@ -159,11 +161,11 @@ class RequestSender:
             return
         try:
             stream.take(tokens)
-        except Exception as error:  # of its reader: other streams have tokens in this reply, too
+        except Exception as error:  # error of one reader: other streams have tokens in this reply too
             self._withdraw([number])
             self._fail([number], error)
 
-    def _ended(self, call: "asyncio.Task[None]") -> None:
+    def _handle_end_of_call(self, call: "asyncio.Task[None]") -> None:
         self._calls.discard(call)
         if self._pending and not self._calls and not call.cancelled():  # cancelled with its loop
             self._flush_soon()
@@ -186,10 +188,10 @@ class RequestSender:
 
 
 class RequestServer:
-    """Server of requests that arrive in calls of many senders, all in one event loop.
+    """Server of requests batched in calls of many senders, all in one event loop.
 
     Args:
-        generate: completes one request; a streamed one has a function that takes its tokens.
+        generate: completes one request; the second argument receives the tokens of a stream.
     """
 
     def __init__(self, generate: Generate):
@@ -197,24 +199,24 @@ class RequestServer:
         self._senders: dict[str, _SenderRequests] = {}
 
     async def exchange(self, sender: str, new: Requests, withdrawn: list[int]) -> Outcomes:
-        """Start requests, cancel withdrawn ones, and wait for outcomes of the sender's requests. Returns nothing if
-        there are fewer requests than calls that wait.
+        """Start requests, cancel withdrawn ones, and wait for outcomes of the sender's requests. Returns an empty dict
+        if more calls wait than requests run.
 
         Args:
-            sender: name of it.
-            new, withdrawn: by their numbers.
+            sender: name of the sender.
+            new, withdrawn: requests by number.
         """
         requests = self._senders.setdefault(sender, _SenderRequests(self._generate))
-        self._forget_dead_senders()
+        self._remove_dead_senders()
         try:
             return await requests.exchange(new, withdrawn)
         finally:
-            # Calls of one tick may have put another in its place.
+            # Another call of the same tick may have replaced it.
             if not requests.is_in_use and self._senders.get(sender) is requests:
                 del self._senders[sender]
 
-    def _forget_dead_senders(self) -> None:
-        """End the requests of senders whose process is gone: nobody takes their outcomes."""
+    def _remove_dead_senders(self) -> None:
+        """Cancel the requests of senders that have exited, since their outcomes cannot be delivered."""
         for name in [name for name, requests in self._senders.items() if requests.is_abandoned]:
             self._senders.pop(name).cancel()
 
@@ -227,17 +229,17 @@ class _SenderRequests:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._outcomes: Outcomes = {}
         self._withdrawn: set[int] = set()
-        """Withdrawn requests that are not here yet: small arguments overtake large ones."""
+        """Withdrawn requests that have not arrived yet: small messages may overtake large ones."""
         self._tokens: dict[int, list[TokenDelta]] = {}
         self._num_returned: dict[int, int] = {}
-        """Number of tokens of each stream that returned."""
+        """Number of returned tokens of each stream."""
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._called, self._returned = asyncio.get_running_loop().time(), float("-inf")
-        """Times of the last call that came or returned, and of the last one that returned."""
+        """Times of the last start or return of a call, and of the last return."""
         self._timer: asyncio.TimerHandle | None = None
-        """Until tokens may return."""
+        """Timer until tokens may be returned."""
         self._is_leaving = False
-        """True while a call that will take the outcomes was woken and has not taken them."""
+        """True while a woken call has not yet taken the outcomes."""
 
     @property
     def is_in_use(self) -> bool:
@@ -245,7 +247,7 @@ class _SenderRequests:
 
     @property
     def is_abandoned(self) -> bool:
-        """True if no call has waited for long."""
+        """True if the sender has not called for a long time."""
         return not self._waiting and asyncio.get_running_loop().time() - self._called > _FORGET_SECONDS
 
     def cancel(self) -> None:
@@ -256,7 +258,7 @@ class _SenderRequests:
     async def exchange(self, new: Requests, withdrawn: list[int]) -> Outcomes:
         self._called = asyncio.get_running_loop().time()
         for number in withdrawn:
-            self._forget_tokens(number)
+            self._remove_tokens(number)
             if task := self._running.pop(number, None):
                 task.cancel()
             elif self._outcomes.pop(number, None) is None:
@@ -282,14 +284,14 @@ class _SenderRequests:
         tokens, self._tokens = self._tokens, {}
         self._is_leaving = False
         self._called = self._returned = asyncio.get_running_loop().time()
-        return outcomes | {number: self._streamed(number, deltas) for number, deltas in tokens.items()}
+        return outcomes | {number: self._build_streamed_tokens(number, deltas) for number, deltas in tokens.items()}
 
-    def _streamed(self, number: int, deltas: list[TokenDelta]) -> StreamedTokens:
+    def _build_streamed_tokens(self, number: int, deltas: list[TokenDelta]) -> StreamedTokens:
         delta, start = join_deltas(deltas), self._num_returned.get(number, 0)
         self._num_returned[number] = start + len(delta.token_ids)
         return StreamedTokens(start, delta)
 
-    def _forget_tokens(self, number: int) -> None:
+    def _remove_tokens(self, number: int) -> None:
         self._tokens.pop(number, None)
         self._num_returned.pop(number, None)
 
@@ -301,11 +303,11 @@ class _SenderRequests:
             if number not in self._running:  # withdrawn
                 raise
             outcome = WorkerError("the engine cancelled this request")
-        except Exception as error:  # it belongs to the caller
+        except Exception as error:  # raised in the caller
             outcome = error
         if self._running.pop(number, None) is not None:  # else withdrawn
             self._outcomes[number] = outcome
-            self._forget_tokens(number)  # a whole answer has them
+            self._remove_tokens(number)  # the completion has them
             self._wake()
 
     def _take_tokens(self, number: int, delta: TokenDelta) -> None:
@@ -321,7 +323,7 @@ class _SenderRequests:
         self._wake()
 
     def _wake(self) -> None:
-        """Let the oldest call return, if there are outcomes, and calls without a request to wait for."""
+        """Return the oldest call if there are outcomes, and calls in excess of running requests."""
         has_news = self._outcomes or (self._tokens and self._timer is None)
         if has_news and self._waiting and not self._is_leaving:
             self._is_leaving = True

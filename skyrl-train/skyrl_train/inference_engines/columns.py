@@ -1,5 +1,5 @@
-"""Batches of requests as parallel columns, for callers and engines of your own (`generate_batch`). Inside of this
-package there is one request and one completion at a time.
+"""Batches of requests as parallel columns, for custom callers and engines (`generate_batch`). This package itself
+handles single requests and completions.
 """
 
 from collections.abc import Sequence
@@ -14,23 +14,23 @@ from skyrl_train.inference_engines.request import (
     GenerationRequest,
     SamplingKeywords,
     TopLogProbs,
-    top_log_probs_of,
+    build_top_log_probs,
 )
 from skyrl_train.kept_tokens import KeptTokens
 from skyrl_train.types import ConversationType
 
 RequestFailure = (ConstraintFailed, RolloutError)
-"""Errors that concern one request alone: the others of its batch are answered."""
+"""Errors of one request that do not affect the rest of its batch."""
 
 
 class InferenceEngineInput(TypedDict):
-    """A batch of requests. Exactly one of `prompts` and `prompt_token_ids`; only the client takes the former."""
+    """A batch of requests. Exactly one of `prompts` and `prompt_token_ids`; only the client accepts the former."""
 
     prompts: NotRequired[list[ConversationType] | None]
     prompt_token_ids: NotRequired[list[list[int]] | None]
     sampling_params: NotRequired[SamplingKeywords | None]
     session_ids: NotRequired[list[str | int] | None]
-    """Requests of one session go to one engine, so that its prefix cache is of use."""
+    """Requests of one session are sent to the same engine to reuse its prefix cache."""
     lora_name: NotRequired[str | None]
     """Loaded adapter that generates (its tokens carry the adapter's version); None: the base model. An unknown name
     raises ValueError."""
@@ -40,13 +40,14 @@ class InferenceEngineInput(TypedDict):
 
 
 class InferenceEngineOutput(TypedDict):
-    """Completions in the order of the requests. The columns are fields of `Completion`; one that was not asked for is
-    None or missing."""
+    """Completions in the order of the requests. The columns are fields of `Completion`; columns that were not requested
+    are missing or None.
+    """
 
     responses: list[str]
     response_ids: list[list[int]]
     stop_reasons: list[str]
-    """A `StopReason` each, or `error`: this request failed, others of its batch did not; it has no token."""
+    """A `StopReason`, or `error` for a request that failed alone and has no tokens."""
     response_logprobs: list[list[float]] | None
     response_top_logprobs: NotRequired[list[TopLogProbs] | None]
     weight_versions: list[list[int]]
@@ -57,7 +58,7 @@ class InferenceEngineOutput(TypedDict):
     num_cached_prompt_tokens: NotRequired[list[int] | None]
     draft_counts: NotRequired[list[DraftCounts] | None]
     failures: NotRequired[list[Exception | None]]
-    """Error of each request that failed; there only if one did. A batch of which all requests fail raises the first."""
+    """Error of each failed request; missing if none failed. If all requests fail, the first error is raised."""
 
 
 def raise_failures(output: InferenceEngineOutput) -> None:
@@ -68,11 +69,11 @@ def raise_failures(output: InferenceEngineOutput) -> None:
 
 
 def to_requests(input_batch: InferenceEngineInput) -> list[GenerationRequest]:
-    """Return the requests of a batch. Request i draws from the seed pair [seed, i], or from its own pair where `seed`
-    is a list of pairs.
+    """Return the requests of a batch. Request i uses the seed pair [seed, i], or its own pair if `seed` is a list of
+    pairs.
 
     Raises:
-        ValueError: it has no token ids, or columns of different lengths.
+        ValueError: token ids are missing, or columns have different lengths.
     """
     prompts = input_batch.get("prompt_token_ids")
     if prompts is None:
@@ -89,11 +90,11 @@ def to_requests(input_batch: InferenceEngineInput) -> list[GenerationRequest]:
             lora_name=input_batch.get("lora_name"),
             count_cached_tokens=input_batch.get("count_cached_tokens", False),
         )
-        for prompt, session, seed in zip(prompts, sessions, _seeds(params, len(prompts)), strict=True)
+        for prompt, session, seed in zip(prompts, sessions, _split_seeds(params, len(prompts)), strict=True)
     ]
 
 
-def _seeds(params: SamplingKeywords, num: int) -> list[object]:
+def _split_seeds(params: SamplingKeywords, num: int) -> list[object]:
     seed = params.get("seed")
     if isinstance(seed, list | tuple):
         if len(seed) != num:
@@ -104,11 +105,11 @@ def _seeds(params: SamplingKeywords, num: int) -> list[object]:
         return list(seed)
     if isinstance(seed, int) and not isinstance(seed, bool):
         return [[seed, index] for index in range(num)]
-    return [None] * num  # what is wrong with it, the engine says
+    return [None] * num  # the engine reports the error
 
 
 def to_batch(request: GenerationRequest) -> InferenceEngineInput:
-    """Return a request as a batch of one."""
+    """Convert a request to a batch of one."""
     params = request.sampling_params
     if isinstance(params.get("seed"), list | tuple):
         params = params | {"seed": [params["seed"]]}
@@ -124,7 +125,7 @@ def to_batch(request: GenerationRequest) -> InferenceEngineInput:
 
 
 def to_completion(output: InferenceEngineOutput) -> Completion:
-    """Return the completion of a batch of one. Raises the error of its failure."""
+    """Return the completion of a batch of one, or raise its failure."""
     raise_failures(output)
     log_probs, drafts = output["response_logprobs"], output.get("draft_counts")
 
@@ -149,8 +150,8 @@ def to_completion(output: InferenceEngineOutput) -> Completion:
 
 
 def to_output(completions: Sequence[Completion | Exception], params: SamplingKeywords) -> InferenceEngineOutput:
-    """Return the columns of completions. One that was asked for is there if all have it (experts and kept tokens: if
-    any has); a request that failed has no tokens.
+    """Convert completions to columns. A requested column is present if all completions have it (routes and kept tokens:
+    if any has); a failed request has no tokens.
 
     Args:
         params: of the requests.
@@ -162,7 +163,7 @@ def to_output(completions: Sequence[Completion | Exception], params: SamplingKey
     if all(failures):
         for failure in filter(None, failures):
             raise failure
-    rows = [_failed(params) if isinstance(each, Exception) else each for each in completions]
+    rows = [_build_failed_completion(params) if isinstance(each, Exception) else each for each in completions]
 
     def column(field: str) -> Any:
         values = [getattr(row, field) for row in rows]
@@ -193,11 +194,11 @@ _COLUMNS = {
     "num_cached_prompt_tokens": "num_cached_prompt_tokens",
     "draft_counts": "drafts",
 }
-"""Columns that may be missing, and their fields of a completion."""
+"""Optional columns, and their fields of a completion."""
 
 
-def _failed(params: SamplingKeywords) -> Completion:
-    """Return the row of a request that failed: no token, and the columns that `params` ask for."""
+def _build_failed_completion(params: SamplingKeywords) -> Completion:
+    """Build the completion of a failed request: no tokens, and the columns that `params` request."""
     num_top, num_prompt_top = params.get("logprobs"), params.get("prompt_logprobs")
     return Completion(
         token_ids=[],
@@ -205,6 +206,6 @@ def _failed(params: SamplingKeywords) -> Completion:
         weight_versions=[],
         log_probs=[],
         prompt_log_probs=None if num_prompt_top is None else [],
-        prompt_top=top_log_probs_of([], num_prompt_top) if num_prompt_top else None,
-        top=top_log_probs_of([], num_top) if num_top else None,
+        prompt_top=build_top_log_probs([], num_prompt_top) if num_prompt_top else None,
+        top=build_top_log_probs([], num_top) if num_top else None,
     )

@@ -1,5 +1,5 @@
-"""Constraints of answers: a JSON schema or a grammar that a whole answer satisfies. Engine-neutral; imports no engine
-and no library of grammars.
+"""Constraints of completions: a JSON schema or a grammar that the entire completion satisfies. Engine-neutral; imports
+neither an engine nor a grammar library.
 
     {"json_schema": {…}}    a JSON value (https://json-schema.org); `{"type": "object"}` for any object
     {"lark": "start: …"}    a grammar in llguidance's Lark (https://github.com/guidance-ai/llguidance, docs/syntax.md)
@@ -11,31 +11,33 @@ from dataclasses import dataclass
 from typing import Literal
 
 MAX_CHARACTERS = 100_000
-"""Characters of a constraint. Compilation of a schema of this size takes about a second."""
+"""Maximum characters of a constraint. Compilation of a schema of this size takes about a second."""
 
 MAX_DEPTH = 64
-"""Levels of objects and arrays of a schema."""
+"""Maximum nesting of objects and arrays in a schema."""
 
 WHITESPACE = r"[\x20\n\t]{0,32}"
-"""White space between the tokens of JSON, of which several may follow each other: the native engine bounds it
-(`native/constrained.py`), since models, small ones above all, write it without end."""
+"""White space between JSON tokens. Repeated pieces are bounded by the native engine (`native/constrained.py`), since
+models, especially small ones, may generate endless white space.
+"""
 
 
 class ConstraintFailed(ValueError):
-    """A constraint that became too complex within an answer, or that no token of the vocabulary continues; the answer
-    alone fails."""
+    """The constraint became too complex during generation, or no token of the vocabulary can continue. Only this
+    request fails.
+    """
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """Constraint of one answer, checked in form and size. `text` is JSON or Lark."""
+    """Constraint of one completion, with validated form and size. `text` is JSON or Lark."""
 
     kind: Literal["json_schema", "lark"]
     text: str
 
     @classmethod
-    def of(cls, given: object) -> "Constraint":
-        """Read `{"json_schema": schema}` or `{"lark": grammar}`.
+    def parse(cls, given: object) -> "Constraint":
+        """Parse `{"json_schema": schema}` or `{"lark": grammar}`.
 
         Raises:
             ValueError: another form, or too large.
@@ -48,7 +50,7 @@ class Constraint:
                 f"got {str(given)[:100]!r}"
             )
         [(kind, value)] = given.items()
-        text = value if isinstance(value, str) else _schema_text(value)
+        text = value if isinstance(value, str) else _dump_schema(value)
         if len(text) > MAX_CHARACTERS:
             raise ValueError(
                 f"sampling parameter constraint must have at most {MAX_CHARACTERS} characters; the {kind} has "
@@ -56,28 +58,29 @@ class Constraint:
             )
         return cls("lark" if kind == "lark" else "json_schema", text)
 
-    def as_keyword(self) -> dict[str, str]:
-        """Return the form that `of` reads."""
+    def to_keyword(self) -> dict[str, str]:
+        """Return the form that `parse` reads."""
         return {self.kind: self.text}
 
-    def bounded_schema(self) -> str:
-        """Return the schema with the bound on white space, for libraries that read it there (llguidance).
+    def build_bounded_schema(self) -> str:
+        """Return the schema with the bound on white space, for libraries that read the bound from the schema
+        (llguidance).
 
         Raises:
-            ValueError: the text is no JSON object.
+            ValueError: the text is not a JSON object.
         """
         try:
             schema = json.loads(self.text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the constraint is no JSON schema: {error}") from error
-        return json.dumps(with_bounded_space(schema))
+        return json.dumps(add_whitespace_bound(schema))
 
 
-def with_bounded_space(schema: object) -> dict[str, object]:
-    """Return a JSON schema with the bound on white space among llguidance's options, which stand in the schema.
+def add_whitespace_bound(schema: object) -> dict[str, object]:
+    """Add the bound on white space to a JSON schema, as an option of llguidance.
 
     Raises:
-        ValueError: it is no object.
+        ValueError: not an object.
     """
     if not isinstance(schema, Mapping):
         raise ValueError(f"a JSON schema must be an object; got {str(schema)[:100]!r}")
@@ -86,7 +89,7 @@ def with_bounded_space(schema: object) -> dict[str, object]:
     return {**schema, "x-guidance": own | {"whitespace_pattern": WHITESPACE}}
 
 
-def _schema_text(schema: object) -> str:
+def _dump_schema(schema: object) -> str:
     if not isinstance(schema, Mapping):
         raise ValueError(f"a JSON schema must be an object; got {schema!r}")
     if _is_deeper(schema, MAX_DEPTH):
@@ -95,7 +98,7 @@ def _schema_text(schema: object) -> str:
 
 
 def _is_deeper(value: object, limit: int) -> bool:
-    """Check whether objects and arrays nest deeper than `limit`: by level, as recursion would end at such a value."""
+    """Return whether objects and arrays nest deeper than `limit`. Iterates by level, since recursion could overflow."""
     level = [value]
     for _ in range(limit):
         level = [

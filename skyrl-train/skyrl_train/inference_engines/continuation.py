@@ -1,8 +1,8 @@
-"""Continuation of interrupted completions: arithmetic of tokens and budgets, without engines.
+"""Continuation of interrupted completions: arithmetic of tokens and budgets, independent of engines.
 
-A completion comes in parts when its engine was told to abort, or died. The next part is requested by a new call whose
-prompt ends with the tokens so far, with what remains of the budget and the same randomness. The whole equals what an
-engine without interruption would have generated.
+A completion has several parts if its engine aborted or crashed. The next part is requested by a new call with the
+tokens so far at the end of the prompt, the remaining budget and the same randomness. The joined completion equals an
+uninterrupted one.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,36 +26,36 @@ class EngineCall:
 
 
 def depends_on_answer(params: SamplingKeywords) -> bool:
-    """Check whether an answer's tokens depend on where the answer begins (`num_answer_tokens`)."""
+    """Return whether the tokens depend on where the completion begins (`num_answer_tokens`)."""
     return any(params.get(name) for name in ("constraint", "frequency_penalty", "presence_penalty"))
 
 
-def next_call(
+def build_next_call(
     prompt: list[int],
     params: SamplingKeywords,
     parts: Sequence[Completion],
     decode: Decode,
     max_model_len: int | None = None,
 ) -> EngineCall | Completion:
-    """Return the next call of an engine, or the whole completion.
+    """Build the next engine call, or the entire completion.
 
-    The next call has `max_tokens` and `min_tokens` less the tokens so far, and everything else as given, the seed as
-    well: engines derive a token's randomness from the seed and its place behind the prompt's beginning. No call asks
-    for 0 tokens: a used-up budget (or context) ends the completion with `length`. Settings that look at the answer (a
-    constraint, penalties) are told how many tokens of the prompt it has so far.
+    The next call has `max_tokens` and `min_tokens` reduced by the tokens so far, and all other settings unchanged,
+    including the seed: engines derive a token's randomness from the seed and its position in the sequence. No call
+        requests 0 tokens: an exhausted budget (or context) ends the completion with `length`. For settings that depend
+        on the completion (constraint, penalties), `num_answer_tokens` is set.
 
     Args:
-        prompt, params: those of the caller.
+        prompt, params: prompt and settings of the caller.
         parts: in order; all but the last ended with `abort`.
         decode: token ids to text, as `skip_special_tokens` says.
-        max_model_len: maximum number of tokens of prompt and completion in the engines; None: not known.
+        max_model_len: maximum number of tokens of prompt and completion in the engines; None: unknown.
     """
     if not parts:
         return EngineCall(prompt, params)
     if len(parts) == 1 and parts[0].stop_reason != "abort":
         return parts[0]
     token_ids = [token for part in parts for token in part.token_ids]
-    end = _end_by_straddling_stop(parts, params, decode)
+    end = _find_straddling_stop_end(parts, params, decode)
     if end is not None:
         return join(prompt, parts, decode, "stop", end)
     if parts[-1].stop_reason != "abort":
@@ -71,7 +71,7 @@ def next_call(
         remaining["min_tokens"] = max(0, params["min_tokens"] - len(token_ids))
     if depends_on_answer(params):
         remaining["num_answer_tokens"] = (params.get("num_answer_tokens") or 0) + len(token_ids)
-    if _prompt_log_probs(prompt, parts) is not None:
+    if _find_prompt_log_probs(prompt, parts) is not None:
         remaining.pop("prompt_logprobs", None)
     return EngineCall(prompt + token_ids, remaining)
 
@@ -79,7 +79,7 @@ def next_call(
 def join(
     prompt: list[int], parts: Sequence[Completion], decode: Decode, stop_reason: str, num_tokens: int | None = None
 ) -> Completion:
-    """Join parts to one completion, with text decoded from all of it; cut to `num_tokens` tokens if given."""
+    """Join parts to one completion with decoded text, truncated to `num_tokens` tokens if given."""
     with_log_probs = bool(parts) and all(part.log_probs is not None for part in parts)
     token_ids = [token for part in parts for token in part.token_ids][:num_tokens]
     return Completion(
@@ -87,22 +87,26 @@ def join(
         stop_reason=stop_reason,
         weight_versions=[version for part in parts for version in part.weight_versions][:num_tokens],
         log_probs=[value for part in parts for value in part.log_probs or []][:num_tokens] if with_log_probs else None,
-        top=_top(parts, len(token_ids)),
+        top=_join_top(parts, len(token_ids)),
         text=decode(token_ids),
-        prompt_log_probs=_prompt_log_probs(prompt, parts),
-        prompt_top=_prompt_top(prompt, parts),
-        routes=_routes(prompt, parts, len(token_ids)),
-        kept_tokens=_kept_tokens(parts, len(token_ids)),
+        prompt_log_probs=_find_prompt_log_probs(prompt, parts),
+        prompt_top=_find_prompt_top(prompt, parts),
+        routes=_join_routes(prompt, parts, len(token_ids)),
+        kept_tokens=_join_kept_tokens(parts, len(token_ids)),
     )
 
 
-def may_end_at_border(parts: Sequence[Completion], params: SamplingKeywords, decode: Decode) -> bool:
-    """Check whether a stop string that begins before the last part, which is still written, may end in it: it does, or
-    the part is too short to know."""
+def can_stop_across_border(parts: Sequence[Completion], params: SamplingKeywords, decode: Decode) -> bool:
+    """Return whether a stop string may begin before the last, unfinished part and end in it: it does, or the part is
+    too short to decide.
+    """
     stop = _stop_texts(params)
     if not stop or len(parts) < 2:
         return False
-    return len(parts[-1].token_ids) < _reach(stop) or _end_by_straddling_stop(parts, params, decode) is not None
+    return (
+        len(parts[-1].token_ids) < _compute_stop_reach(stop)
+        or _find_straddling_stop_end(parts, params, decode) is not None
+    )
 
 
 def _stop_texts(params: SamplingKeywords) -> tuple[str, ...]:
@@ -110,23 +114,25 @@ def _stop_texts(params: SamplingKeywords) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def _reach(stop: tuple[str, ...]) -> int:
-    """Return the number of tokens of which a stop string may consist: one character may take four, and special ones
-    have no text."""
+def _compute_stop_reach(stop: tuple[str, ...]) -> int:
+    """Return the maximum number of tokens of a stop string: one character may take four, and special tokens have no
+    text.
+    """
     return 4 * max(map(len, stop)) + 8
 
 
-def _prompt_log_probs(prompt: list[int], parts: Sequence[Completion]) -> list[float] | None:
-    """Return the log-probs of the prompt alone, from the first part that has them: prompts of later parts hold
-    generated tokens."""
+def _find_prompt_log_probs(prompt: list[int], parts: Sequence[Completion]) -> list[float] | None:
+    """Return the log-probs of the original prompt from the first part that has them: prompts of later parts contain
+    generated tokens.
+    """
     given = (part.prompt_log_probs for part in parts)
     return next(
         (values[: len(prompt) - 1] for values in given if values is not None and len(values) >= len(prompt) - 1), None
     )
 
 
-def _prompt_top(prompt: list[int], parts: Sequence[Completion]) -> TopLogProbs | None:
-    """Return the likeliest words in the places of the prompt alone, from the same part as its log-probs."""
+def _find_prompt_top(prompt: list[int], parts: Sequence[Completion]) -> TopLogProbs | None:
+    """Return the most likely tokens at the positions of the original prompt, from the same part as its log-probs."""
     count = len(prompt) - 1
     given = (part.prompt_top for part in parts)
     return next(
@@ -134,8 +140,8 @@ def _prompt_top(prompt: list[int], parts: Sequence[Completion]) -> TopLogProbs |
     )
 
 
-def _top(parts: Sequence[Completion], num_tokens: int) -> TopLogProbs | None:
-    """Return the likeliest tokens in the places of a whole completion, if each part that has tokens has them."""
+def _join_top(parts: Sequence[Completion], num_tokens: int) -> TopLogProbs | None:
+    """Join the most likely tokens of all parts; None if a non-empty part has none."""
     given = [part.top for part in parts if part.token_ids]
     known = [each for each in given if each is not None]
     if not known or len(known) < len(given):
@@ -144,32 +150,33 @@ def _top(parts: Sequence[Completion], num_tokens: int) -> TopLogProbs | None:
     return TopLogProbs(joined.ids[:num_tokens], joined.log_probs[:num_tokens])
 
 
-def _routes(prompt: list[int], parts: Sequence[Completion], num_tokens: int) -> ExpertRoutes | None:
-    """Return the routes of a whole completion. A later part computed all of the earlier ones again, as its prompt, and
-    maybe with other weights: tokens keep the routes that gave their log-probs."""
+def _join_routes(prompt: list[int], parts: Sequence[Completion], num_tokens: int) -> ExpertRoutes | None:
+    """Join the routes of all parts. A later part recomputed the earlier ones as its prompt, possibly with other
+    weights: tokens keep the routes of the pass that computed their log-probs.
+    """
     routes = join_routes([part.routes for part in parts])
     return None if routes is None else routes.first(len(prompt) + num_tokens)
 
 
-def _kept_tokens(parts: Sequence[Completion], num_tokens: int) -> KeptTokens | None:
-    """Return the kept tokens of a whole completion, if each part that has tokens has them."""
+def _join_kept_tokens(parts: Sequence[Completion], num_tokens: int) -> KeptTokens | None:
+    """Join the kept tokens of all parts; None if a non-empty part has none."""
     kept = [part.kept_tokens for part in parts if part.token_ids]
     known = [each for each in kept if each is not None]
     return join_kept_tokens(known).first(num_tokens) if known and len(known) == len(kept) else None
 
 
-def _end_by_straddling_stop(parts: Sequence[Completion], params: SamplingKeywords, decode: Decode) -> int | None:
-    """Return the number of tokens up to the end of a stop string that begins in one part and ends in a later one; None
-    if there is none.
+def _find_straddling_stop_end(parts: Sequence[Completion], params: SamplingKeywords, decode: Decode) -> int | None:
+    """Find a stop string that begins in one part and ends in a later one. Returns the number of tokens up to its end,
+    or None.
 
-    The engine of the later part does not see the text before it, and generates past such an end. Only the borders of
-    parts are searched: stop strings within a part are found by their engine.
+    The engine of the later part does not see the earlier text, and generates past such an end. Only borders between
+    parts are searched: engines find stop strings within a part.
     """
     stop = _stop_texts(params)
     if not stop:
         return None
     token_ids = [token for part in parts for token in part.token_ids]
-    reach = _reach(stop)
+    reach = _compute_stop_reach(stop)
     border = 0
     for part in parts[:-1]:
         border += len(part.token_ids)

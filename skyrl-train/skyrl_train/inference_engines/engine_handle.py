@@ -1,6 +1,7 @@
-"""Engines that this run starts: the engine in its own event loop, and the handle that implements its interface outside.
+"""Engines started by this run: the engine in its own event loop, and the handle that implements its interface for
+callers.
 
-Subclasses decide where the engine lives: a Ray process (`ray_wrapped_inference_engine`) or this process
+Subclasses decide where the engine runs: a Ray process (`ray_wrapped_inference_engine`) or this process
 (`inline_engine`). Either way every call has a deadline, and an error names the engine.
 """
 
@@ -38,10 +39,10 @@ REQUEST = "generator.request_timeout_seconds"
 START = "generator.engine_start_timeout_seconds"
 
 TEARDOWN_SECONDS = 10.0
-"""Deadline of an orderly end of an engine, which is killed after it."""
+"""Deadline of a graceful shutdown, after which the engine is killed."""
 
 _ANSWER_SECONDS = 1.0
-"""Wait of a health check for an engine before the engine counts as busy."""
+"""Time that a health check waits before the engine counts as busy."""
 
 MakeEngine = Callable[[], InferenceEngineInterface]
 
@@ -50,11 +51,11 @@ T = TypeVar("T")
 
 
 class EngineHost:
-    """Engine with an event loop of its own, whichever loops its callers have.
+    """Engine in its own event loop, independent of its callers' loops.
 
     Args:
-        make_engine: creates the engine, here.
-        name: of the engine, for records of its waits.
+        make_engine: creates the engine in this process.
+        name: engine name in records of waits.
     """
 
     def __init__(self, make_engine: MakeEngine, name: str = "an engine"):
@@ -67,33 +68,32 @@ class EngineHost:
         self._silent_since = 0.0
 
     def generate(self, request: GenerationRequest) -> Awaitable[Completion]:
-        return self._loop.call(self._recorded("generate", self._engine.generate(request)))
+        return self._loop.call(self._record_wait("generate", self._engine.generate(request)))
 
     def stream(self, request: GenerationRequest, on_tokens: OnTokens) -> Awaitable[Completion]:
         caller = asyncio.get_running_loop()
 
         def hand_over(delta: TokenDelta) -> None:
-            if self._new_tokens.is_empty:  # tokens of other streams come in the same tick of this loop
+            if self._new_tokens.is_empty:  # collect tokens of other streams in the same tick of this loop
                 asyncio.get_running_loop().call_soon(self._new_tokens.flush)
             self._new_tokens.add(caller, lambda: on_tokens(delta))
 
-        return self._loop.call(self._recorded("generate", self._engine.stream(request, hand_over)))
+        return self._loop.call(self._record_wait("generate", self._engine.stream(request, hand_over)))
 
     def control(self, method: str, *args: object) -> Awaitable[object]:
         """Call any other method of the engine."""
-        return self._loop.call(self._recorded(method, getattr(self._engine, method)(*args)))
+        return self._loop.call(self._record_wait(method, getattr(self._engine, method)(*args)))
 
     def submit(self, method: str, *args: object) -> "Future[object]":
         """Call any method of the engine, from any thread."""
-        return self._loop.submit(self._recorded(method, getattr(self._engine, method)(*args)))
+        return self._loop.submit(self._record_wait(method, getattr(self._engine, method)(*args)))
 
-    async def _recorded(self, method: str, call: Coroutine[None, None, T]) -> T:
+    async def _record_wait(self, method: str, call: Coroutine[None, None, T]) -> T:
         with waiting(method, who=self._name):
             return await call
 
     async def check_health(self, patience_seconds: float) -> None:
-        """Return if the engine is well, or busy: not answering yet, for less than `patience_seconds` since it was last
-        seen to make progress.
+        """Return if the engine is healthy or busy: unresponsive, but with progress within the last `patience_seconds`.
 
         Raises:
             WorkerError: the engine has failed or hangs.
@@ -116,18 +116,18 @@ class EngineHost:
             raise WorkerError(hangs + await asyncio.to_thread(explain_expiry, f"{self._name}: {hangs}"))
 
     def stop(self) -> None:
-        """End the event loop; what still runs in it is cancelled."""
+        """Stop the event loop and cancel its running tasks."""
         self._loop.stop()
 
 
 class EngineHandle(InferenceEngineInterface):
-    """Handle of an engine that this run has started: calls with deadlines.
+    """Handle of an engine started by this run; applies deadlines to calls.
 
     Args:
         name: used in logs and errors.
         log_file: log of the engine's process.
         request_timeout_seconds: `generator.request_timeout_seconds`.
-        control_timeout_seconds: `generator.engine_control_timeout_seconds`; None: that of requests.
+        control_timeout_seconds: `generator.engine_control_timeout_seconds`; None: the request timeout.
         start_timeout_seconds: `generator.engine_start_timeout_seconds`, for the first call; None: control timeout.
     """
 
@@ -150,93 +150,95 @@ class EngineHandle(InferenceEngineInterface):
     def name(self) -> str:
         return self._name
 
-    # ---- where the engine lives
+    # ---- transport
 
     @abstractmethod
     def start(self, method: Callable[..., object], *args: object) -> Any:
-        """Start a control call from any thread. `wait_for_all` and `_answer` wait for it."""
+        """Start a control call from any thread. `wait_for_all` and `_wait_for_answer` wait for it."""
 
     @abstractmethod
     def wait_for_all(self, calls: Sequence[object], timeout_seconds: float) -> list[object]:
-        """Block until calls of this and other engines of its kind are answered; return the answers in order.
+        """Block until calls to this and other engines of its kind are completed; return the results in order.
 
         Raises:
             WorkerError: an engine failed, or the deadline passed.
         """
 
     @abstractmethod
-    async def _answer(self, call: object, timeout_seconds: float, setting: str) -> object:
-        """Return the answer of one started call. Raises WorkerError after the deadline, whose setting is `setting`."""
+    async def _wait_for_answer(self, call: object, timeout_seconds: float, setting: str) -> object:
+        """Wait for the result of a started call. Raises WorkerError, naming `setting`, after the deadline."""
 
     @abstractmethod
-    async def _started(self) -> None:
-        """Wait for the engine's start, which has a longer deadline than later calls."""
+    async def _wait_until_started(self) -> None:
+        """Wait until the engine has started, with a longer deadline than later calls."""
 
     # ---- the interface
 
-    async def _control(self, method: Callable[[Any, *Args], Awaitable[T]], *args: *Args) -> T:
-        await self._started()
-        with self._awaited(method.__name__, self.control_timeout_seconds):
-            return cast(T, await self._answer(self.start(method, *args), self.control_timeout_seconds, CONTROL))
+    async def _call_control(self, method: Callable[[Any, *Args], Awaitable[T]], *args: *Args) -> T:
+        await self._wait_until_started()
+        with self._record_handle_wait(method.__name__, self.control_timeout_seconds):
+            return cast(
+                T, await self._wait_for_answer(self.start(method, *args), self.control_timeout_seconds, CONTROL)
+            )
 
-    def _awaited(self, what: str, timeout_seconds: float) -> AbstractContextManager[None]:
+    def _record_handle_wait(self, what: str, timeout_seconds: float) -> AbstractContextManager[None]:
         """Record a wait for this engine."""
         return waiting(what, on=self._name, deadline=timeout_seconds)
 
     async def describe(self) -> EngineInfo:
-        return await self._control(InferenceEngineInterface.describe)
+        return await self._call_control(InferenceEngineInterface.describe)
 
     def progress(self) -> int:
         return self._num_answers
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
         if mode != "wait":
-            return await self._control(InferenceEngineInterface.pause_generation, mode)
-        await self._started()  # the requests that it waits for have their own deadline
+            return await self._call_control(InferenceEngineInterface.pause_generation, mode)
+        await self._wait_until_started()  # the awaited requests have their own deadline
         timeout = max(self._request_timeout_seconds, self.control_timeout_seconds)
-        with self._awaited("pause_generation", timeout):
-            await self._answer(self.start(InferenceEngineInterface.pause_generation, mode), timeout, REQUEST)
+        with self._record_handle_wait("pause_generation", timeout):
+            await self._wait_for_answer(self.start(InferenceEngineInterface.pause_generation, mode), timeout, REQUEST)
 
     async def resume_generation(self) -> None:
-        await self._control(InferenceEngineInterface.resume_generation)
+        await self._call_control(InferenceEngineInterface.resume_generation)
 
     async def abort_generation(self) -> None:
-        await self._control(InferenceEngineInterface.abort_generation)
+        await self._call_control(InferenceEngineInterface.abort_generation)
 
     async def sleep(self, level: int = 1) -> None:
-        await self._control(InferenceEngineInterface.sleep, level)
+        await self._call_control(InferenceEngineInterface.sleep, level)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        await self._control(InferenceEngineInterface.wake_up, tags)
+        await self._call_control(InferenceEngineInterface.wake_up, tags)
 
     async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None:
-        await self._control(InferenceEngineInterface.init_weight_update_communicator, init_info)
+        await self._call_control(InferenceEngineInterface.init_weight_update_communicator, init_info)
 
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
-        await self._control(InferenceEngineInterface.update_named_weights, request)
+        await self._call_control(InferenceEngineInterface.update_named_weights, request)
 
     async def finish_weight_update(self, version: int) -> WeightReport:
-        return await self._control(InferenceEngineInterface.finish_weight_update, version)
+        return await self._call_control(InferenceEngineInterface.finish_weight_update, version)
 
     async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
-        return await self._control(InferenceEngineInterface.load_lora, request)
+        return await self._call_control(InferenceEngineInterface.load_lora, request)
 
     async def unload_lora(self, name: str) -> None:
-        await self._control(InferenceEngineInterface.unload_lora, name)
+        await self._call_control(InferenceEngineInterface.unload_lora, name)
 
     async def weight_version(self) -> int:
-        return await self._control(InferenceEngineInterface.weight_version)
+        return await self._call_control(InferenceEngineInterface.weight_version)
 
     async def reset_prefix_cache(self) -> None:
-        await self._control(InferenceEngineInterface.reset_prefix_cache)
+        await self._call_control(InferenceEngineInterface.reset_prefix_cache)
 
     def log(self) -> str:
-        """Return the end of the log of the engine's process, with a headline."""
+        """Return the end of the engine process's log, with a headline."""
         return end_of_log(self._log_file)
 
 
 class LocalEngines(EngineHandles):
-    """All engines of the run, for the weight sender beside the policy.
+    """All engines of the run, for the weight sender in the policy's process.
 
     Args:
         engines: handles of one class.

@@ -1,4 +1,4 @@
-"""Settings of an engine of another library under our names; its `arguments` module translates them."""
+"""Common settings of third-party engines; each engine's `arguments` module translates them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """The start of a vLLM or SGLang engine."""
+    """Start settings of a vLLM or SGLang engine."""
 
     model_path: str
-    """A local folder or a hub name, with a tokenizer."""
+    """Local folder or hub name, with a tokenizer."""
     device: str = "cpu"
-    """`cpu` or `cuda`; which GPUs, `CUDA_VISIBLE_DEVICES` says."""
+    """`cpu` or `cuda`; `CUDA_VISIBLE_DEVICES` selects the GPUs."""
     dtype: str = "bfloat16"
     """`float32`, `bfloat16` or `float16`."""
     tensor_parallel_size: int = 1
@@ -27,35 +27,35 @@ class EngineSettings:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_model_len: int | None = None
-    """Tokens of prompt and response; None: the model's."""
+    """Maximum tokens of prompt and response; None: the model's limit."""
     gpu_memory_utilization: float = 0.8
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     fully_sharded_loras: bool = False
     max_lora_rank: int = 0
-    """The largest adapter; 0: none can be loaded."""
+    """Largest adapter rank; 0: adapters are disabled."""
     sleep_mode: bool = False
-    """Free the memory of weights and cache in `sleep` (CUDA alone)."""
+    """Free the memory of weights and cache in `sleep` (CUDA only)."""
     seed: int = 0
     model_config_kwargs: Mapping[str, object] | None = None
     """Changes to the model's config."""
     dummy_weights: bool = False
-    """Random weights; the first update must bring all of them."""
+    """Start with random weights; the first update must contain all of them."""
     engine_init_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """The library's own settings, which win over all of the above."""
+    """The library's own settings; they override all of the above."""
 
     @classmethod
-    def of(cls, model_path: str, given: Mapping[str, Any]) -> "EngineSettings":
-        """Return the settings given as keywords; those that are not ours are the library's."""
+    def from_keywords(cls, model_path: str, given: Mapping[str, Any]) -> "EngineSettings":
+        """Build settings from keywords; unknown keywords are passed to the library."""
         names = {field.name for field in fields(cls)}
         ours = {name: value for name, value in given.items() if name in names}
         others = {name: value for name, value in given.items() if name not in names}
         return cls(model_path=model_path, **ours, engine_init_kwargs=others)
 
 
-def library_keywords(cfg: "SkyRLConfig", device: str) -> dict[str, object]:
-    """Return the keywords, beyond those of every kind of engine, that a run's settings give to such an engine."""
+def build_library_keywords(cfg: "SkyRLConfig", device: str) -> dict[str, object]:
+    """Build the keywords of third-party engines from a run's settings, in addition to the common ones."""
     generator = cfg.generator
     return dict(
         tensor_parallel_size=generator.inference_engine_tensor_parallel_size,

@@ -1,4 +1,4 @@
-"""Gate before an engine: requests wait here, not in the engine's queue, while it is paused, asleep or updated."""
+"""Gate in front of an engine: while it is paused, asleep or updated, requests wait here instead of in its queue."""
 
 import asyncio
 from typing import Literal
@@ -7,7 +7,7 @@ Reason = Literal["paused", "updating", "asleep"]
 
 
 class Gate:
-    """Gate that is open while there is no reason to be closed. Belongs to one event loop."""
+    """Gate that is open while the set of reasons for closing it is empty. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._reasons: set[Reason] = set()
@@ -17,21 +17,21 @@ class Gate:
     def is_open(self) -> bool:
         return not self._reasons
 
-    def closed_for(self, reason: Reason) -> bool:
+    def close_during(self, reason: Reason) -> bool:
         return reason in self._reasons
 
     def close(self, reason: Reason) -> None:
         self._reasons.add(reason)
 
     def open(self, reason: Reason) -> None:
-        """Remove a reason; without reasons, all waiting requests pass."""
+        """Remove a reason; when none is left, all waiting requests pass."""
         self._reasons.discard(reason)
         if self.is_open:
-            self._answer(True)
+            self._resolve_waiters(True)
 
     def dismiss(self) -> None:
-        """Turn away all waiting requests."""
-        self._answer(False)
+        """Reject all waiting requests."""
+        self._resolve_waiters(False)
 
     async def wait(self) -> bool:
         """Wait until the gate is open (True) or the wait was dismissed (False)."""
@@ -45,7 +45,7 @@ class Gate:
                 self._waiting.discard(future)
         return True
 
-    def _answer(self, may_go: bool) -> None:
+    def _resolve_waiters(self, may_go: bool) -> None:
         for future in self._waiting:
             if not future.done():
                 future.set_result(may_go)

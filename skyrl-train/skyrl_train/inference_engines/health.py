@@ -1,6 +1,6 @@
-"""Health of an engine as a state machine, without engines.
+"""State machine of an engine's health, independent of engines.
 
-The table maps a state and an event to the next state. The supervisor watches engines and makes the events:
+The table maps a state and an event to the next state. The supervisor generates the events:
 
 ```text
  starting ──started──> healthy <──answered/silent──> suspect
@@ -23,13 +23,13 @@ class Health(StrEnum):
     STARTING = "starting"
     HEALTHY = "healthy"
     SUSPECT = "suspect"
-    """Late with its answer: keeps its requests and sessions, but gets no new ones while others are well."""
+    """Health check overdue: keeps its requests and sessions, but gets no new ones while other engines are healthy."""
     DEAD = "dead"
     RESTARTING = "restarting"
     WAITING_FOR_WEIGHTS = "waiting for weights"
-    """Started again, but with old weights: gets no requests yet."""
+    """Restarted, but with old weights: gets no requests yet."""
     LOST = "lost"
-    """Not started again: the end of all engines."""
+    """Not restarted: all engines fail."""
 
 
 class HealthEvent(StrEnum):
@@ -51,7 +51,7 @@ TRANSITIONS: dict[Health, dict[HealthEvent, Health]] = {
     Health.HEALTHY: {
         HealthEvent.ANSWERED: Health.HEALTHY,
         HealthEvent.SILENT: Health.SUSPECT,
-        # Of a check that began before it was given weights.
+        # A check that began before it received weights.
         HealthEvent.SILENT_TOO_LONG: Health.DEAD,
         HealthEvent.DIED: Health.DEAD,
     },
@@ -80,7 +80,7 @@ ROUTED = (Health.HEALTHY, Health.SUSPECT)
 UP = (*ROUTED, Health.WAITING_FOR_WEIGHTS)
 
 
-def after(health: Health, event: HealthEvent) -> Health:
+def get_next_state(health: Health, event: HealthEvent) -> Health:
     """Return the next state. Raises ValueError if the event cannot happen in this state."""
     if event not in TRANSITIONS[health]:
         raise ValueError(f"an engine that is {health} cannot have the event '{event}'")

@@ -1,7 +1,6 @@
-"""Client over many engines: routes requests, continues those that were interrupted, and passes control calls to all.
+"""Client over many engines: routes requests, continues interrupted ones, and forwards control calls to all engines.
 
-Routing is in `routing`, the way of a request to its completion in `request_runner`, the state of engines in
-`supervision`.
+See `routing` for routing, `request_runner` for the life cycle of a request, `supervision` for the state of engines.
 """
 
 import asyncio
@@ -41,19 +40,18 @@ _ASLEEP = "the engines sleep"
 
 
 class InferenceEngineClient(InferenceEngineInterface):
-    """All engines as one that survives the failure of each.
+    """Client that presents all engines as one and tolerates failures of engines.
 
-    A request that ended because generation was paused with `abort`, or whose engine failed, is continued from the
-    tokens it has, after the pause or on another engine; one that a caller aborts by `abort_generation` returns what was
-    generated. Engines that fail are started again, as often as `generator.max_engine_restarts` allows; after one
-    failure more every call raises `WorkerError` with the end of that engine's log. A control call during which an
-    engine dies raises `WorkerError`, after all other engines executed it; `wait_until_healthy()` then waits for the new
-    engine, and the call may be repeated.
+    A request interrupted by a pause with `abort` or by an engine failure is continued from its tokens, after the pause
+    or on another engine; `abort_generation` returns requests with the tokens generated so far. Failed engines are
+    restarted up to `generator.max_engine_restarts` times in total; after that, every call raises `WorkerError` with the
+    end of the engine's log. A control call during which an engine crashes raises `WorkerError` after all other engines
+    executed it; `wait_until_healthy()` then waits for the new engine, and the call can be repeated.
 
     Args:
         engines: at least one.
-        tokenizer: turns `prompts` (conversations) into tokens, and tokens of interrupted answers into text.
-        restart: starts engine i again. None: the failure of an engine ends the run.
+        tokenizer: converts `prompts` (conversations) to tokens, and tokens of interrupted completions to text.
+        restart: restarts engine i. None: an engine failure ends the run.
     """
 
     def __init__(
@@ -68,16 +66,18 @@ class InferenceEngineClient(InferenceEngineInterface):
         self.tokenizer = tokenizer
         self.model_name = full_config.trainer.policy.model.path
         self.lora_name: str | None = None
-        """Adapter of requests that name none."""
+        """Default adapter of requests."""
         self.give_weights: Callable[[int], Awaitable[None]] | None = None
-        """Callback that sends the current weights to engine i after a restart. None: engines start with them."""
+        """Callback that sends the current weights to engine i after a restart. None: engines start with current
+        weights.
+        """
         settings = full_config.generator
         self.receives_all_weights = settings.syncs_all_weights
-        """True if every weight sync sends all weights."""
+        """True if every weight sync contains all weights."""
         self._chat_template = configured_chat_template(tokenizer, settings)
         self._request_timeout = settings.request_timeout_seconds
         self._router = Router(len(engines), settings.max_requests_per_engine)
-        self._supervisor = Supervisor(engines, settings, restart, self._engines_changed)
+        self._supervisor = Supervisor(engines, settings, restart, self._update_router)
         self._supervisor.prepare = self._prepare
         self._runner = RequestRunner(self._router, self._supervisor, tokenizer)
         self._tickets = itertools.count()
@@ -87,12 +87,12 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     @property
     def engines(self) -> list[InferenceEngineInterface]:
-        """Present engines by their numbers; some may be dead or starting (see `wait_until_healthy`)."""
+        """Current engines by number; some may have crashed or be starting (see `wait_until_healthy`)."""
         return self._supervisor.engines
 
     @property
     def restart(self) -> Restart | None:
-        """Function that starts engine i again; settable, to wrap it in what makes room for the engine before."""
+        """Function that restarts engine i; settable, so that it can be wrapped to free memory first."""
         return self._supervisor.restart
 
     @restart.setter
@@ -102,29 +102,31 @@ class InferenceEngineClient(InferenceEngineInterface):
     # ---- requests
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Continue a prompt.
+        """Generate the completion of a prompt.
 
         Raises:
-            ValueError: a bad request.
+            ValueError: an invalid request.
             RolloutError: it was interrupted too often.
-            TimeoutError: it was not answered within `generator.request_timeout_seconds`, waiting included.
-            WorkerError: engines failed more often than they may.
+            TimeoutError: not completed within `generator.request_timeout_seconds`, waiting included.
+            WorkerError: engines failed too often.
         """
-        return await self._run(self._prepared(request))
+        return await self._run(self._prepare_request(request))
 
     async def stream(self, request: GenerationRequest, on_tokens: OnTokens) -> Completion:
-        """Continue a prompt, as `generate` does and with its errors, and hand out the tokens as they come: in pieces
-        where the engine does not stream, all at the end where it would begin an interrupted answer anew."""
-        if request.session_id is None:  # so that each piece goes where the one before it is cached
+        """Generate a completion as `generate` does, and deliver its tokens while it runs: in pieces if the engine does
+        not stream, all at the end if an interrupted completion would be restarted.
+        """
+        if request.session_id is None:  # so that each piece is sent to the engine that cached the previous one
             request = replace(request, session_id=f"stream {uuid4()}")
-        prepared = self._prepared(request)
+        prepared = self._prepare_request(request)
         prepared.stream = TokenStream(on_tokens)
         return await self._run(prepared)
 
     async def generate_batch(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Continue every prompt, which may be a conversation. The engines get equally many, and those of equal prompts
-        stay together."""
-        prompts = self._prompt_token_ids(input_batch)
+        """Generate completions of prompts or conversations. Engines get equally many requests, and equal prompts stay
+        together.
+        """
+        prompts = self._to_prompt_token_ids(input_batch)
         name = uuid4().hex
         sessions = input_batch.get("session_ids") or [f"batch {name} {row}" for row in range(len(prompts))]
         groups: dict[tuple[int, ...], list[Session]] = {}
@@ -132,13 +134,13 @@ class InferenceEngineClient(InferenceEngineInterface):
             groups.setdefault(tuple(prompt), []).append(session)
         batch = {**input_batch, "prompts": None, "prompt_token_ids": prompts, "session_ids": sessions}
         self._supervisor.attach()
-        await self._supervisor.started()  # only engines that are up can be divided among
+        await self._supervisor.wait_until_started()  # requests can be divided only over running engines
         with self.announced(list(groups.values())):
             return await super().generate_batch(InferenceEngineInput(**batch))
 
-    def _prepared(self, request: GenerationRequest) -> ClientRequest:
+    def _prepare_request(self, request: GenerationRequest) -> ClientRequest:
         params, seed = request.sampling_params, request.sampling_params.get("seed")
-        if isinstance(seed, int) and not isinstance(seed, bool):  # what is wrong with another one, the engine says
+        if isinstance(seed, int) and not isinstance(seed, bool):  # the engine reports other errors
             params = params | {"seed": [seed, 0]}
         request = replace(request, sampling_params=params, lora_name=request.lora_name or self.lora_name)
         return ClientRequest(
@@ -146,16 +148,16 @@ class InferenceEngineClient(InferenceEngineInterface):
         )
 
     async def _run(self, request: ClientRequest) -> Completion:
-        """Wait for the engines' start, and complete a request before its deadline."""
+        """Wait until the engines have started, and complete a request before its deadline."""
         self._supervisor.attach()
         try:
             async with asyncio.timeout(self._request_timeout) as deadline:
-                await self._supervisor.started()
+                await self._supervisor.wait_until_started()
                 completion = await self._runner.run(request)
         except TimeoutError:
             if not deadline.expired():
                 raise
-            late = self._runner.timeout_message(request, self._request_timeout)
+            late = self._runner.describe_timeout(request, self._request_timeout)
             raise TimeoutError(late + await asyncio.to_thread(explain_expiry, late)) from None
         self._num_continued += request.was_interrupted
         return completion
@@ -163,13 +165,13 @@ class InferenceEngineClient(InferenceEngineInterface):
     @contextmanager
     def announced(self, groups: Sequence[Sequence[Session]]) -> Iterator[None]:
         """See the interface."""
-        self._router.announce(groups)
+        self._router.register_expected(groups)
         try:
             yield
         finally:
-            self._router.withdraw_announcement(groups)
+            self._router.remove_expected(groups)
 
-    def _prompt_token_ids(self, input_batch: InferenceEngineInput) -> list[list[int]]:
+    def _to_prompt_token_ids(self, input_batch: InferenceEngineInput) -> list[list[int]]:
         conversations, token_ids = input_batch.get("prompts"), input_batch.get("prompt_token_ids")
         if (conversations is None) == (token_ids is None):
             raise ValueError("a request needs either prompts or prompt_token_ids, and not both")
@@ -192,16 +194,15 @@ class InferenceEngineClient(InferenceEngineInterface):
         return await self._supervisor.infos()
 
     async def check_health(self) -> None:
-        """Raise WorkerError if no engine is up, or none will be any more."""
+        """Raise WorkerError if no engine is running, or restarts are exhausted."""
         self._supervisor.attach()
-        await self._supervisor.started()
-        if not self._supervisor.with_health(*ROUTED):
+        await self._supervisor.wait_until_started()
+        if not self._supervisor.get_engines_with_health(*ROUTED):
             raise WorkerError("no engine is up; they are being started again")
 
     async def wait_until_healthy(self) -> bool:
-        """Wait until every engine is up and has the present weights, starting those again that died unnoticed.
-
-        `give_weights` and the restart of an engine must not wait for this: it waits for them.
+        """Wait until every engine runs with current weights; restart engines that crashed unnoticed. `give_weights` and
+        `restart` must not wait for this method, which waits for them.
 
         Returns: True if an engine failed since the last call.
 
@@ -212,7 +213,7 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     def take_metrics(self) -> dict[str, float]:
         """Return counts since the last call: failures, restarts, continued requests, and of engines that count them
-        prompt tokens computed and the share of those cached, draft tokens and the share of those accepted."""
+        prompt tokens computed and the cached fraction, draft tokens and the accepted fraction."""
         counts = {"deaths": self._supervisor.num_deaths, "restarts": self._supervisor.num_restarts}
         metrics = {f"engines/{name}": float(count - self._reported[name]) for name, count in counts.items()}
         metrics["engines/continued_requests"] = float(self._num_continued)
@@ -228,23 +229,23 @@ class InferenceEngineClient(InferenceEngineInterface):
             self._runner.num_drafted = self._runner.num_accepted = 0
         return metrics
 
-    def _engines_changed(self) -> None:
+    def _update_router(self) -> None:
         if self._supervisor.lost is not None:
             self._router.fail(self._supervisor.lost)
-        routed = self._supervisor.with_health(*ROUTED)
-        self._router.set_engines(routed, self._supervisor.with_health(Health.SUSPECT))
+        routed = self._supervisor.get_engines_with_health(*ROUTED)
+        self._router.set_engines(routed, self._supervisor.get_engines_with_health(Health.SUSPECT))
 
     async def _prepare(self, index: int) -> None:
-        """Bring engine `index`, just started again, to the state of the others."""
+        """Bring the restarted engine `index` to the state of the others."""
         if self.give_weights is not None:
             await self.give_weights(index)
         for request in list(self._adapters.values()):
             await self.engines[index].load_lora(request)
 
-    # ---- control of all engines that are up
+    # ---- control of all running engines
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
-        """Pause every engine; new requests wait here. May be repeated, also with another mode."""
+        """Pause every engine; new requests wait in the client. May be repeated with another mode."""
         self._router.pause_admission(_PAUSED)
         await self._supervisor.run_all(lambda engine: engine.pause_generation(mode))
 
@@ -257,7 +258,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         await self._supervisor.run_all(lambda engine: engine.abort_generation())
 
     async def sleep(self, level: int = 1) -> None:
-        """Put every engine to sleep; new requests wait here until `wake_up` has undone all of it."""
+        """Put every engine to sleep; new requests wait in the client until `wake_up` has restored everything."""
         was_asleep = _ASLEEP in self._router.pause_reasons
         self._router.pause_admission(_ASLEEP)
         try:
@@ -275,7 +276,7 @@ class InferenceEngineClient(InferenceEngineInterface):
             self._router.resume_admission(_ASLEEP)
 
     async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None:
-        """Give each engine its own rank, behind those of the engines before it."""
+        """Give each engine its own rank offset, after the ranks of the previous engines."""
         infos = await self.infos()
         ranks = itertools.accumulate((info.num_weight_processes for info in infos), initial=init_info.rank)
         own = dict(zip(map(id, self.engines), ranks, strict=False))
@@ -287,15 +288,15 @@ class InferenceEngineClient(InferenceEngineInterface):
         await self._supervisor.run_all(lambda engine: engine.update_named_weights(request))
 
     async def finish_weight_update(self, version: int) -> WeightReport:
-        """Finish on every engine. Raises WeightSyncError if they do not hold the same weights."""
-        return _common(await self._supervisor.run_all(lambda engine: engine.finish_weight_update(version)))
+        """Finish the update on every engine. Raises WeightSyncError if their weights differ."""
+        return _get_common_report(await self._supervisor.run_all(lambda engine: engine.finish_weight_update(version)))
 
     async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
-        """Load an adapter on every engine, and on those that start later. Raises WeightSyncError if they differ."""
+        """Load an adapter on every engine, also on engines that start later. Raises WeightSyncError if they differ."""
         before = self._adapters.get(request.name)
-        self._adapters[request.name] = request  # at once: an engine that comes up while others load it loads it as well
+        self._adapters[request.name] = request  # set first: an engine that starts meanwhile loads it too
         try:
-            return _common(await self._supervisor.run_all(lambda engine: engine.load_lora(request)))
+            return _get_common_report(await self._supervisor.run_all(lambda engine: engine.load_lora(request)))
         except BaseException:
             if self._adapters.pop(request.name, None) and before is not None:
                 self._adapters[request.name] = before
@@ -306,7 +307,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         await self._supervisor.run_all(lambda engine: engine.unload_lora(name))
 
     async def weight_version(self) -> int:
-        """Return the oldest version among the engines."""
+        """Return the oldest weight version of the engines."""
         return min(await self._supervisor.run_all(lambda engine: engine.weight_version()))
 
     async def reset_prefix_cache(self) -> None:
@@ -316,8 +317,8 @@ class InferenceEngineClient(InferenceEngineInterface):
         await self._supervisor.close()
 
 
-def _common(reports: Sequence[WeightReport]) -> WeightReport:
-    """Return the report of all engines, if it is the same."""
+def _get_common_report(reports: Sequence[WeightReport]) -> WeightReport:
+    """Return the common report of all engines."""
     first, *others = reports
     for index, report in enumerate(others, start=1):
         wrong = differences(first.fingerprints, report.fingerprints)

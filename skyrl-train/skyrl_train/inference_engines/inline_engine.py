@@ -1,4 +1,4 @@
-"""Rollout engines in this process, started by `trainer.placement.launcher=inline`. Imports no Ray."""
+"""Rollout engines in this process, used by `trainer.placement.launcher=inline`. Does not import Ray."""
 
 import asyncio
 import contextlib
@@ -19,23 +19,23 @@ from skyrl_train.inference_engines.engine_handle import (
     EngineHandle,
     EngineHost,
 )
-from skyrl_train.inference_engines.loop_thread import LoopStopped, outcome_of
+from skyrl_train.inference_engines.loop_thread import LoopStopped, wrap_in_running_loop
 from skyrl_train.utils.call_errors import failure_of, timed_out
 
 
 @dataclass(frozen=True)
 class InlineCall:
-    """Control call under way, and the engine that it is made to."""
+    """Control call in flight, and its engine."""
 
     answer: "Future[object]"
     engine: "InlineEngine"
 
 
 class InlineEngine(EngineHandle):
-    """Handle of an engine in this process, with the deadlines of one in another process.
+    """Handle of an engine in this process, with the same deadlines as in a separate process.
 
     Args:
-        host: the engine, which may still be loading its model.
+        host: future of the engine, which may still be loading its model.
         more: see `EngineHandle`.
     """
 
@@ -58,23 +58,23 @@ class InlineEngine(EngineHandle):
 
     def wait_for_all(self, calls: Sequence[InlineCall], timeout_seconds: float) -> list[object]:
         deadline = time.monotonic() + timeout_seconds
-        return [call.engine._result(call, deadline - time.monotonic(), timeout_seconds) for call in calls]
+        return [call.engine._wait_for_result(call, deadline - time.monotonic(), timeout_seconds) for call in calls]
 
-    def _result(self, call: InlineCall, remaining: float, timeout_seconds: float) -> object:
+    def _wait_for_result(self, call: InlineCall, remaining: float, timeout_seconds: float) -> object:
         try:
             return call.answer.result(max(0.0, remaining))
-        except Exception as error:  # an engine's code may raise anything: the caller gets it with the engine's name
+        except Exception as error:  # an engine may raise any error: the caller gets it with the engine's name
             if not call.answer.done():
                 raise timed_out([(self._name, self._log_file)], timeout_seconds, CONTROL) from None
-            raise self._failure(error) from error
+            raise self._build_failure(error) from error
 
-    async def _answer(self, call: InlineCall, timeout_seconds: float, setting: str) -> object:
-        async with self._deadline(timeout_seconds, setting):
-            return await outcome_of(call.answer)
+    async def _wait_for_answer(self, call: InlineCall, timeout_seconds: float, setting: str) -> object:
+        async with self._apply_deadline(timeout_seconds, setting):
+            return await wrap_in_running_loop(call.answer)
 
     @contextlib.asynccontextmanager
-    async def _deadline(self, timeout_seconds: float, setting: str) -> AsyncIterator[None]:
-        """Raise errors of the block, and the end of its time, under the name of this engine."""
+    async def _apply_deadline(self, timeout_seconds: float, setting: str) -> AsyncIterator[None]:
+        """Raise errors and timeouts of the block with the name of this engine."""
         deadline = asyncio.timeout(timeout_seconds)
         try:
             async with deadline:
@@ -82,53 +82,53 @@ class InlineEngine(EngineHandle):
         except Exception as error:  # as in `_result`
             if deadline.expired():
                 raise timed_out([(self._name, self._log_file)], timeout_seconds, setting) from None
-            raise self._failure(error) from error
+            raise self._build_failure(error) from error
 
-    def _failure(self, error: Exception) -> Exception:
+    def _build_failure(self, error: Exception) -> Exception:
         if isinstance(error, (LoopStopped, CancelledError)):
             return WorkerError(f"{self._name} has ended")
         return failure_of(error, self._name, self._log_file)
 
-    async def _started(self) -> None:
+    async def _wait_until_started(self) -> None:
         if not self._host.done():
             seconds = self._start_timeout_seconds
-            with self._awaited("its start", seconds):
-                async with self._deadline(seconds, START):
+            with self._record_handle_wait("its start", seconds):
+                async with self._apply_deadline(seconds, START):
                     await asyncio.shield(asyncio.wrap_future(self._host))
 
     async def check_health(self) -> None:
-        await self._started()
-        async with self._deadline(self.control_timeout_seconds, CONTROL):
+        await self._wait_until_started()
+        async with self._apply_deadline(self.control_timeout_seconds, CONTROL):
             await self._host.result().check_health(self.control_timeout_seconds)
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        async with self._request() as host:
+        async with self._run_request() as host:
             return await host.generate(request)
 
     async def stream(self, request: GenerationRequest, on_tokens: OnTokens) -> Completion:
-        async with self._request() as host:
+        async with self._run_request() as host:
             return await host.stream(request, on_tokens)
 
     @contextlib.asynccontextmanager
-    async def _request(self) -> AsyncIterator[EngineHost]:
-        """Provide the started engine for one request, under its deadline, and count the answer."""
-        await self._started()
-        with self._awaited("generate", self._request_timeout_seconds):
-            async with self._deadline(self._request_timeout_seconds, REQUEST):
+    async def _run_request(self) -> AsyncIterator[EngineHost]:
+        """Provide the started engine for one request, apply its deadline, and count the completion."""
+        await self._wait_until_started()
+        with self._record_handle_wait("generate", self._request_timeout_seconds):
+            async with self._apply_deadline(self._request_timeout_seconds, REQUEST):
                 yield self._host.result()
         self._num_answers += 1
 
     async def teardown(self) -> None:
-        """Let the engine end in order, within `TEARDOWN_SECONDS`, and then end its event loop."""
+        """Shut the engine down gracefully within `TEARDOWN_SECONDS`, then stop its event loop."""
         if self._has_ended.is_set():
             return
         await asyncio.to_thread(wait, [self._host], TEARDOWN_SECONDS)
         with contextlib.suppress(WorkerError):
-            await self._answer(self.start(InferenceEngineInterface.teardown), TEARDOWN_SECONDS, CONTROL)
-        await asyncio.to_thread(self._end)
+            await self._wait_for_answer(self.start(InferenceEngineInterface.teardown), TEARDOWN_SECONDS, CONTROL)
+        await asyncio.to_thread(self._stop_loop)
 
-    def _end(self) -> None:
-        """End the event loop: calls under way raise an error, and so does every later one."""
+    def _stop_loop(self) -> None:
+        """Stop the event loop: calls in flight and all later ones raise an error."""
         self._has_ended.set()
         self._host.add_done_callback(_stop)
 

@@ -1,4 +1,4 @@
-"""Event loop in a thread of its own, for an object that belongs to one loop and callers in others."""
+"""Event loop in a dedicated thread, for an object bound to one loop and callers in others."""
 
 import asyncio
 import contextlib
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class LoopStopped(Exception):
-    """Error of a coroutine whose loop ended before it did."""
+    """The event loop stopped before the coroutine finished."""
 
 
 class LoopThread:
-    """Thread that runs coroutines."""
+    """Thread that runs coroutines in its event loop."""
 
     def __init__(self, name: str):
         self._loop = asyncio.new_event_loop()
@@ -28,8 +28,8 @@ class LoopThread:
         self._loop.run_forever()
 
     def call(self, coroutine: Coroutine[None, None, T]) -> "asyncio.Future[T]":
-        """Start a coroutine for a caller in another loop. The future belongs to that loop; see `outcome_of`."""
-        return outcome_of(self.submit(coroutine))
+        """Start a coroutine. Returns a future in the caller's running loop (`wrap_in_running_loop`)."""
+        return wrap_in_running_loop(self.submit(coroutine))
 
     def submit(self, coroutine: Coroutine[None, None, T]) -> "Future[T]":
         """Start a coroutine from any thread. After `stop` the future is cancelled."""
@@ -42,11 +42,11 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call_from_thread(self, coroutine: Coroutine[None, None, T]) -> T:
-        """Block until it is done."""
+        """Run a coroutine and block until it is done."""
         return self.submit(coroutine).result()
 
     def stop(self, timeout_seconds: float = 10.0) -> None:
-        """End the thread; what still runs in it is cancelled."""
+        """Stop the thread and cancel its running tasks."""
         self._stopping = True
         if not self._thread.is_alive():
             return
@@ -65,8 +65,9 @@ class LoopThread:
 
 
 class LoopCalls:
-    """Calls of functions in other event loops, for one thread: those of a loop leave together, as waking it costs more
-    than a call."""
+    """Queue of calls to functions in other event loops, for one thread. Calls to the same loop are sent together, since
+    waking a loop costs more than a call.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
@@ -79,13 +80,13 @@ class LoopCalls:
         self._calls.setdefault(loop, []).append(call)
 
     def flush(self) -> None:
-        """Let the loops make the calls that were added."""
+        """Make the added calls in their loops."""
         if not self._calls:
             return
         calls, self._calls = self._calls, {}
-        # One wake-up a loop: each writes to a pipe, and may cost the calling thread the interpreter's lock.
+        # One wake-up per loop: each writes to a pipe and may release the interpreter lock.
         for loop, own in calls.items():
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the caller has gone away
                 loop.call_soon_threadsafe(_run_all, own)
 
 
@@ -93,13 +94,14 @@ def _run_all(calls: list[Callable[[], None]]) -> None:
     for call in calls:
         try:
             call()
-        except Exception as error:  # the caller's own; other callers' calls follow
+        except Exception as error:  # error of one caller; calls of other callers follow
             asyncio.get_running_loop().call_exception_handler({"message": f"{call} failed", "exception": error})
 
 
-def outcome_of(running: "Future[T]") -> "asyncio.Future[T]":
-    """Return the future of a coroutine in another loop as one of this loop: cancelling it cancels the coroutine, and it
-    raises LoopStopped where the coroutine was cancelled from the other side."""
+def wrap_in_running_loop(running: "Future[T]") -> "asyncio.Future[T]":
+    """Wrap the future of a coroutine in another loop for the running loop. Cancelling it cancels the coroutine; it
+    raises LoopStopped if the coroutine was cancelled in its own loop.
+    """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
 
@@ -114,7 +116,7 @@ def outcome_of(running: "Future[T]") -> "asyncio.Future[T]":
             outcome.set_result(running.result())
 
     def done(_: "Future[T]") -> None:
-        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: no waiter is left
             loop.call_soon_threadsafe(deliver)
 
     running.add_done_callback(done)

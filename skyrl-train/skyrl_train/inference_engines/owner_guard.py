@@ -1,5 +1,5 @@
-"""`python -m ....guard OWNER COMMAND`: runs a command, and ends it with all that it started once the process OWNER is
-gone, however it went. The guard leads a process group, and is in it all alone with the command.
+"""`python -m ....guard OWNER COMMAND`: runs a command, and kills it and its descendants once the process OWNER has
+exited for any reason. The guard leads a process group that contains only the command.
 """
 
 import os
@@ -19,7 +19,7 @@ def main() -> int:
 
 
 def _wait_for_end_of(owner: int) -> None:
-    while os.getppid() == owner:  # orphans get another parent
+    while os.getppid() == owner:  # an orphan gets another parent
         time.sleep(_INTERVAL_SECONDS)
     os.killpg(os.getpgid(0), signal.SIGKILL)
 

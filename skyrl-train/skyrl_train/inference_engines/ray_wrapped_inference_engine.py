@@ -1,4 +1,4 @@
-"""Rollout engines in Ray processes: the engine in its process, and a handle with its interface outside."""
+"""Rollout engines in Ray processes: the engine in its process, and a handle with its interface for callers."""
 
 import asyncio
 import contextlib
@@ -33,27 +33,29 @@ from skyrl_train.utils.ray_process import prepare_process
 _KILL_SECONDS = 30.0
 _CONTROL_GROUP = "control"
 _CALLS_AT_A_TIME = 10_000
-"""Calls of `EngineProcess.exchange` that Ray runs at a time; further ones wait in the process, behind these alone."""
+"""Maximum number of concurrent calls of `EngineProcess.exchange`; further calls wait in the process."""
 _CONTROL_CALLS_AT_A_TIME = 1_000
-"""Some of them take long: a pause that waits for requests, an adapter that is unloaded when nothing uses it."""
+"""Maximum number of concurrent control calls. Some are long: a pause that waits for requests, an adapter unloaded after
+its last request.
+"""
 
 
-def engine_actor(cls: "type[EngineProcess] | None" = None, **options: object) -> Any:
-    """`EngineProcess` as a Ray actor class. Control calls have a concurrency group of their own, so that none of them
-    queues behind requests, however many there are.
+def build_engine_actor(cls: "type[EngineProcess] | None" = None, **options: object) -> Any:
+    """Build a Ray actor class from `EngineProcess`. Control calls have a separate concurrency group, so they never
+    queue behind requests.
 
     Args:
-        cls: a subclass of it.
-        options: Ray's.
+        cls: subclass of `EngineProcess`.
+        options: Ray's actor options.
     """
-    declare: Any = ray.remote  # whose types do not know of groups
+    declare: Any = ray.remote  # Ray's types lack concurrency groups
     actor = declare(concurrency_groups={_CONTROL_GROUP: _CONTROL_CALLS_AT_A_TIME})(cls or EngineProcess)
     return actor.options(**({"max_concurrency": _CALLS_AT_A_TIME} | options))
 
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Node, id and start time of a process (ids are used again)."""
+    """Node, id and start time of a process (ids are reused)."""
 
     node: str
     pid: int
@@ -61,33 +63,33 @@ class ProcessPlace:
 
 
 class EngineProcess(EngineHost):
-    """Engine in a process of its own, made by `engine_actor`.
+    """Engine in a separate process, created by `build_engine_actor`.
 
-    Ray runs each concurrency group of an actor in an event loop of its own; the engine has one loop for all of them.
+    Ray runs each concurrency group of an actor in a separate event loop; the engine has one loop for all of them.
 
     Args:
-        make_engine: creates the engine, there.
-        log_file: log of the process.
-        name: of the engine, for records of its waits.
+        make_engine: creates the engine in that process.
+        log_file: log file of the process.
+        name: engine name in records of waits.
     """
 
     def __init__(self, make_engine: MakeEngine, log_file: str, name: str = "an engine"):
         prepare_process(log_file, name)
         with contextlib.suppress(PermissionError):  # it leads a group already
-            os.setpgid(0, 0)  # what it starts can be found when it is dead itself
+            os.setpgid(0, 0)  # its children can be found after it has exited
         with errors_for_caller():
             super().__init__(make_engine, name)
-        self._server = RequestServer(self._answered)
+        self._server = RequestServer(self._handle_request)
 
     async def exchange(self, sender: str, new: Requests, withdrawn: list[int]) -> Outcomes:
         """See `RequestServer.exchange`, which runs in the engine's event loop."""
         return await self._loop.call(self._server.exchange(sender, new, withdrawn))
 
-    async def _answered(self, request: GenerationRequest, on_tokens: OnTokens | None) -> Completion:
+    async def _handle_request(self, request: GenerationRequest, on_tokens: OnTokens | None) -> Completion:
         engine = self._engine
         with errors_for_caller():
             answer = engine.generate(request) if on_tokens is None else engine.stream(request, on_tokens)
-            return await self._recorded("generate", answer)
+            return await self._record_wait("generate", answer)
 
     @ray.method(concurrency_group=_CONTROL_GROUP)
     async def control(self, method: str, *args: object) -> object:
@@ -105,10 +107,10 @@ class EngineProcess(EngineHost):
 
 
 class RayWrappedInferenceEngine(EngineHandle):
-    """Handle of an engine in another process. A dead process raises WorkerError.
+    """Handle of an engine in another process. A crashed process raises WorkerError.
 
     Args:
-        actor: an `EngineProcess`, made of `engine_actor`.
+        actor: an `EngineProcess` actor from `build_engine_actor`.
         more: see `EngineHandle`.
     """
 
@@ -119,49 +121,49 @@ class RayWrappedInferenceEngine(EngineHandle):
         self._senders: WeakKeyDictionary[asyncio.AbstractEventLoop, RequestSender] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, object]:
-        """Policy ranks get a copy, which has senders of its own."""
+        """Pickle without senders: policy ranks get a copy with new ones."""
         return self.__dict__ | {"_senders": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state | {"_senders": WeakKeyDictionary()})
 
     def start(self, method: Callable[..., object], *args: object) -> Call:
-        return self._named(self._actor.control.remote(method.__name__, *args))
+        return self._to_call(self._actor.control.remote(method.__name__, *args))
 
     def wait_for_all(self, calls: Sequence[Call], timeout_seconds: float) -> list[object]:
         return wait_for_all(calls, timeout_seconds, CONTROL)
 
-    def _named(self, reference: Any) -> Call:
+    def _to_call(self, reference: Any) -> Call:
         return Call(reference, self._name, self._log_file)
 
-    async def _answer(self, call: Call, timeout_seconds: float, setting: str) -> object:
+    async def _wait_for_answer(self, call: Call, timeout_seconds: float, setting: str) -> object:
         return await answer_of(call, timeout_seconds, setting)
 
-    async def _started(self) -> None:
+    async def _wait_until_started(self) -> None:
         if self._place is None:
-            call = self._named(self._actor.place.remote())
-            with self._awaited("its start", self._start_timeout_seconds):
+            call = self._to_call(self._actor.place.remote())
+            with self._record_handle_wait("its start", self._start_timeout_seconds):
                 self._place = await answer_of(call, self._start_timeout_seconds, START)
 
     async def check_health(self) -> None:
-        await self._started()
-        call = self._named(self._actor.check_health.remote(self.control_timeout_seconds))
+        await self._wait_until_started()
+        call = self._to_call(self._actor.check_health.remote(self.control_timeout_seconds))
         await answer_of(call, self.control_timeout_seconds, CONTROL)
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        return await self._answer_to(request, None)
+        return await self._send_request(request, None)
 
     async def stream(self, request: GenerationRequest, on_tokens: OnTokens) -> Completion:
-        return await self._answer_to(request, on_tokens)
+        return await self._send_request(request, on_tokens)
 
-    async def _answer_to(self, request: GenerationRequest, on_tokens: OnTokens | None) -> Completion:
-        await self._started()
+    async def _send_request(self, request: GenerationRequest, on_tokens: OnTokens | None) -> Completion:
+        await self._wait_until_started()
         loop, seconds = asyncio.get_running_loop(), self._request_timeout_seconds
         if (sender := self._senders.get(loop)) is None:
-            sender = self._senders[loop] = RequestSender(self._exchange)
+            sender = self._senders[loop] = RequestSender(self._call_exchange)
         deadline = asyncio.timeout(seconds)
         try:
-            with self._awaited("generate", seconds):
+            with self._record_handle_wait("generate", seconds):
                 async with deadline:
                     completion = await sender.send(request, on_tokens)
         except TimeoutError:
@@ -171,11 +173,11 @@ class RayWrappedInferenceEngine(EngineHandle):
         self._num_answers += 1
         return completion
 
-    def _exchange(self, sender: str, new: Requests, withdrawn: list[int]) -> Coroutine[None, None, Outcomes]:
-        call = self._named(self._actor.exchange.remote(sender, new, withdrawn))
-        return self._outcomes(call)
+    def _call_exchange(self, sender: str, new: Requests, withdrawn: list[int]) -> Coroutine[None, None, Outcomes]:
+        call = self._to_call(self._actor.exchange.remote(sender, new, withdrawn))
+        return self._receive_outcomes(call)
 
-    async def _outcomes(self, call: Call) -> Outcomes:
+    async def _receive_outcomes(self, call: Call) -> Outcomes:
         try:
             outcomes = await call.reference
         except RayError as error:
@@ -186,18 +188,18 @@ class RayWrappedInferenceEngine(EngineHandle):
         }
 
     async def teardown(self) -> None:
-        """Let the engine end in order, within `TEARDOWN_SECONDS`, and then kill what is left of it."""
+        """Shut the engine down gracefully within `TEARDOWN_SECONDS`, then kill the remaining processes."""
         with contextlib.suppress(WorkerError):
             await answer_of(self.start(InferenceEngineInterface.teardown), TEARDOWN_SECONDS, CONTROL)
-        await asyncio.to_thread(self._end)
+        await asyncio.to_thread(self._stop_process)
 
-    def _end(self) -> None:
-        """Ask the process to exit, wait, and kill whatever of it or its children is left."""
+    def _stop_process(self) -> None:
+        """Ask the process to exit, wait, and kill it and its children if they are left."""
         end_actors([self._actor])
-        self._kill_rest()
+        self._kill_remaining()
 
     def place(self) -> ProcessPlace:
-        """Return node and id of the process; waits for its start."""
+        """Return node and id of the process, after waiting for its start."""
         if self._place is None:
             self._place = ray.get(self._actor.place.remote(), timeout=self._start_timeout_seconds)
         assert self._place is not None
@@ -207,18 +209,18 @@ class RayWrappedInferenceEngine(EngineHandle):
         return self.place().pid
 
     def kill(self) -> None:
-        """Kill the engine's process and everything that it started."""
-        ray.kill(self._actor)  # also one of which nothing is known yet
-        self._kill_rest()
+        """Kill the engine's process and its descendants."""
+        ray.kill(self._actor)  # also before its process id is known
+        self._kill_remaining()
 
-    def _kill_rest(self) -> None:
+    def _kill_remaining(self) -> None:
         if self._place is None:
             return
         if self._place.node == ray.get_runtime_context().get_node_id():
             kill_tree(self._place)
             return
         there = NodeAffinitySchedulingStrategy(self._place.node, soft=False)
-        with contextlib.suppress(RayError, GetTimeoutError):  # with its node, the process is gone as well
+        with contextlib.suppress(RayError, GetTimeoutError):  # if the node is lost, so is the process
             ray.get(
                 ray.remote(kill_tree).options(num_cpus=0, scheduling_strategy=there).remote(self._place),
                 timeout=_KILL_SECONDS,
@@ -226,13 +228,14 @@ class RayWrappedInferenceEngine(EngineHandle):
 
 
 def kill_tree(place: ProcessPlace) -> None:
-    """Kill a process of this machine that leads a group, its group and its descendants. A dead one may have left
-    members of its group."""
-    victims = [process for process in psutil.process_iter() if _group_of(process.pid) == place.pid]
+    """Kill a process group leader on this machine, its group and its descendants. Members of the group may outlive the
+    leader.
+    """
+    victims = [process for process in psutil.process_iter() if _get_process_group(process.pid) == place.pid]
     try:
         leader = psutil.Process(place.pid)
         if leader.create_time() != place.created:
-            return  # another process has got its number
+            return  # the process id was reused
         victims += [leader, *leader.children(recursive=True)]
     except psutil.NoSuchProcess:
         pass
@@ -242,7 +245,7 @@ def kill_tree(place: ProcessPlace) -> None:
     psutil.wait_procs(victims, timeout=_KILL_SECONDS)
 
 
-def _group_of(pid: int) -> int | None:
+def _get_process_group(pid: int) -> int | None:
     try:
         return os.getpgid(pid)
     except ProcessLookupError:

@@ -1,7 +1,7 @@
-"""What goes to a rollout engine and what comes back: a request with one prompt, and its completion.
+"""Input and output of a rollout engine: a request with one prompt, and its completion.
 
-Every component between the engines and the generators has these two forms alone; parallel columns for callers and
-engines of your own are in `columns.py`.
+Components between engines and generators use only these types; parallel columns for custom callers and engines are in
+`columns.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +14,9 @@ from skyrl_train.expert_routes import ExpertRoutes
 from skyrl_train.kept_tokens import KeptTokens
 
 StopReason = Literal["stop", "length", "abort"]
-"""`stop`: an end-of-sequence or stop token, or a stop string. `length`: the token budget or the context is used up.
-`abort`: the engine was told to stop; what was written so far is returned and may be continued."""
+"""`stop`: an end-of-sequence or stop token, or a stop string. `length`: the token budget or the context is exhausted.
+`abort`: the request was aborted; the tokens so far are returned and can be continued.
+"""
 
 SamplingKeywords = dict[str, Any]
 """Sampling settings, the same keywords for every engine: `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`,
@@ -25,12 +26,12 @@ SamplingKeywords = dict[str, Any]
 
 `seed` is a number or a [seed, index] pair; s alone means [s, 0]. `max_tokens` is at least 1; text that matches `stop`
 stays in the response, as does a stop token. `logit_bias` is a mapping of token ids to numbers. `constraint` is a schema
-or grammar of the whole answer (`constraints.py`): only tokens that it allows are drawn, and the response ends by itself
-only where it is satisfied.
-`num_answer_tokens` tells how many tokens at the end of the prompt belong to the answer already: constraint, frequency
-and presence penalty go on behind them. `logprobs`: None, 0 (of the token drawn) or K (besides, those of the K likeliest
-tokens in its place, up to 20). `prompt_logprobs`: None, 0 (the log-prob of every prompt token but the first), or K
-(besides, those of the K most likely tokens in its place)."""
+or grammar of the entire completion (`constraints.py`): only permitted tokens are sampled, and the completion stops by
+itself only where the constraint is satisfied. `num_answer_tokens` is the number of tokens at the end of the prompt that
+already belong to the completion: constraint, frequency and presence penalty continue after them. `logprobs`: None, 0
+(of the sampled token) or K (also of the K most likely tokens at its position, up to 20). `prompt_logprobs`: None, 0 (of
+every prompt token but the first), or K (also of the K most likely tokens at its position).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,41 +47,41 @@ class GenerationRequest:
     prompt_token_ids: list[int]
     sampling_params: SamplingKeywords = field(default_factory=dict)
     session_id: str | int | None = None
-    """Requests of one session go to one engine, so that its prefix cache is of use."""
+    """Requests of one session are sent to the same engine to reuse its prefix cache."""
     lora_name: str | None = None
     """Loaded adapter that generates (its tokens carry the adapter's version); None: the base model. An unknown name
     raises ValueError."""
     count_cached_tokens: bool = False
-    """Ask for `num_cached_prompt_tokens` and `drafts`: unlike all else in a completion, they depend on other
-    requests."""
+    """Return `num_cached_prompt_tokens` and `drafts`, which, unlike the rest of a completion, depend on other requests.
+    """
 
 
 class TopLogProbs(NamedTuple):
-    """Most likely tokens in the place of each token of an answer, or of a prompt but for its first one. T tokens."""
+    """Most likely tokens at each of T positions of a completion, or of a prompt without its first token."""
 
     ids: np.ndarray
-    """[T, K] int, likeliest first."""
+    """[T, K] int, most likely first."""
     log_probs: np.ndarray
     """[T, K] float32."""
 
 
 def stack_top_log_probs(places: Sequence[tuple[np.ndarray, np.ndarray]], num_top: int) -> TopLogProbs | None:
-    """Arrange the ids and log-probs [K] of each place; None if K = `num_top` is 0."""
+    """Stack the ids and log-probs [K] of all positions; None if K = `num_top` is 0."""
     if not num_top:
         return None
     if not places:
-        return top_log_probs_of([], num_top)
+        return build_top_log_probs([], num_top)
     ids, log_probs = zip(*places, strict=True)
     return TopLogProbs(np.stack(ids), np.stack(log_probs))
 
 
 def join_top_log_probs(parts: Sequence[TopLogProbs]) -> TopLogProbs:
-    """Join those of successive tokens."""
+    """Concatenate the most likely tokens of successive parts."""
     return TopLogProbs(np.concatenate([part.ids for part in parts]), np.concatenate([part.log_probs for part in parts]))
 
 
-def top_log_probs_of(places: Sequence[Sequence[tuple[int, float]]], num_top: int) -> TopLogProbs:
-    """Arrange tokens and log-probs of each position, in any order and with the position's own token among them."""
+def build_top_log_probs(places: Sequence[Sequence[tuple[int, float]]], num_top: int) -> TopLogProbs:
+    """Build from (token, log-prob) pairs of each position, in any order and including the position's own token."""
     best = [sorted(place, key=lambda entry: -entry[1])[:num_top] for place in places]
     ids = np.array([[token for token, _ in place] for place in best], np.int64).reshape(len(best), num_top)
     values = np.array([[value for _, value in place] for place in best], np.float32).reshape(len(best), num_top)
@@ -88,7 +89,7 @@ def top_log_probs_of(places: Sequence[Sequence[tuple[int, float]]], num_top: int
 
 
 class TokenDelta(NamedTuple):
-    """Further tokens of an answer that grows. The columns have one entry a token."""
+    """New tokens of a stream. The columns have one entry per token."""
 
     token_ids: list[int]
     log_probs: list[float] | None
@@ -97,11 +98,11 @@ class TokenDelta(NamedTuple):
 
 
 OnTokens = Callable[[TokenDelta], None]
-"""Function that takes the tokens of an answer as they come. It returns at once."""
+"""Callback for the tokens of a stream. It must not block."""
 
 
 def join_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """Join successive tokens of one answer, at least one delta."""
+    """Join at least one successive deltas of one stream."""
     if len(deltas) == 1:
         return deltas[0]
     log_probs = [delta.log_probs for delta in deltas if delta.log_probs is not None]
@@ -120,12 +121,12 @@ class DraftCounts(NamedTuple):
     num_drafted: int
     """Draft tokens that were verified."""
     num_accepted: int
-    """Those of them in the response."""
+    """Accepted draft tokens in the completion."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Tokens that an engine generated behind one prompt. The lists but `prompt_log_probs` have one entry a token.
+    """Tokens that an engine generated for one prompt. All lists except `prompt_log_probs` have one entry per token.
 
     Examples:
         >>> completion = Completion([8, 9, 2], "stop", weight_versions=[4, 4, 5], log_probs=[-0.1, -2.0, -0.3])
@@ -141,21 +142,23 @@ class Completion:
     log_probs: list[float] | None = None
     """log softmax(logits / temperature) at each generated token (temperature 1 if sampling is greedy), before
     penalties, biases, constraints and truncation (top-p, top-k, min-p): the distribution the trainer computes. With
-    `return_kept_tokens` renormalized over the kept tokens. None if not asked for."""
+    `return_kept_tokens` renormalized over the kept tokens. None if not requested.
+    """
     text: str = ""
     prompt_log_probs: list[float] | None = None
-    """Log-prob of every prompt token but the first, of the same distribution; None if not asked for."""
+    """Log-prob of every prompt token but the first, under the same distribution; None if not requested."""
     prompt_top: TopLogProbs | None = None
-    """Most likely tokens in the place of each of them; None if not asked for."""
+    """Most likely tokens at each prompt position but the first; None if not requested."""
     routes: ExpertRoutes | None = None
-    """Experts of a mixture that each token of prompt and completion went to, but for the last, which no pass computed.
-    None unless the engine was started to return them (`EngineTraits.expert_routes`)."""
+    """Experts that each token of prompt and completion was routed to, except the last, which no pass computed. None
+    unless the engine was started to return them (`EngineTraits.expert_routes`).
+    """
     kept_tokens: KeptTokens | None = None
-    """Tokens that truncation kept when each was drawn; None if not asked for (`return_kept_tokens`)."""
+    """Tokens that truncation kept at each position; None if not requested (`return_kept_tokens`)."""
     num_cached_prompt_tokens: int | None = None
     """Tokens at the beginning of the prompt that were not computed for this request: cached, or shared with another.
-    None: not asked for, or not known."""
+    None: not requested, or unknown."""
     drafts: DraftCounts | None = None
-    """Speculative decoding; None: not asked for, or not known."""
+    """Speculative decoding; None: not requested, or unknown."""
     top: TopLogProbs | None = None
-    """Most likely tokens in the place of each token; None if not asked for."""
+    """Most likely tokens at each position; None if not requested."""

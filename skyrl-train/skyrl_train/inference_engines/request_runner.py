@@ -1,8 +1,8 @@
-"""Requests from their slot to their completion: each is sent to an engine, and continued on another one where it was
-interrupted.
+"""Execution of requests: each waits for a slot, is sent to an engine, and is continued on another engine after an
+interruption.
 
-The choice of the engine is in `routing`, the next call of an interrupted request in `continuation`, the state of the
-engines in `supervision`.
+`routing` selects the engine, `continuation` builds the next call of an interrupted request, `supervision` tracks the
+state of engines.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from skyrl_train.errors import RolloutError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.continuation import (
     EngineCall,
+    build_next_call,
+    can_stop_across_border,
     depends_on_answer,
     join,
-    may_end_at_border,
-    next_call,
 )
 from skyrl_train.inference_engines.health import Health
 from skyrl_train.inference_engines.request import Completion, GenerationRequest, SamplingKeywords, TokenDelta
@@ -31,10 +31,10 @@ SLOTS = "the queue of requests"
 """Name under which waits for a slot, and requests that hold one, are recorded."""
 
 MAX_NEW_BEGINNINGS = 8
-"""Times that an answer is begun anew after interruptions, where its engine cannot go on behind its tokens."""
+"""Maximum number of restarts of an interrupted completion that its engine cannot continue."""
 
 _RETRY_DELAY_SECONDS = 0.1
-"""Delay of a request of which an engine generated nothing, though nobody here told it to abort."""
+"""Delay before retrying a request that an engine returned without tokens although it was not aborted."""
 
 
 @dataclass(eq=False)
@@ -47,11 +47,11 @@ class ClientRequest:
     num_aborts_before: int
     call: EngineCall
     stream: TokenStream | None = None
-    """Where its tokens go as they come; None: nowhere."""
+    """Receiver of streamed tokens; None: not streamed."""
     parts: list[Completion] = field(default_factory=list)
     completion: Completion | None = None
     engine: int | None = None
-    """Engine that it was sent to since it last waited."""
+    """Engine of the current slot."""
     was_interrupted: bool = False
     num_new_beginnings: int = 0
 
@@ -68,7 +68,7 @@ class RequestRunner:
     """Runner of requests over many engines.
 
     Args:
-        tokenizer: decodes completions that were interrupted.
+        tokenizer: decodes interrupted completions.
     """
 
     def __init__(self, router: Router, supervisor: Supervisor, tokenizer: PreTrainedTokenizerBase):
@@ -78,20 +78,20 @@ class RequestRunner:
         self.num_aborts = 0
         """Number of calls of `abort`."""
         self.num_prompt_tokens = self.num_cached_prompt_tokens = 0
-        """Prompt tokens of calls to engines that count cached ones, and those of them that were cached."""
+        """Prompt tokens of calls to engines that count cached tokens, and the cached ones among them."""
         self.num_drafted = self.num_accepted = 0
-        """Draft tokens that engines verified, and those of them in responses."""
+        """Verified draft tokens, and the accepted ones among them."""
 
     def abort(self) -> None:
-        """End waiting requests now, and running ones as soon as their engines return them."""
+        """End waiting requests immediately, and running ones when their engines return them."""
         self.num_aborts += 1
         self._router.interrupt()
 
     async def run(self, request: ClientRequest) -> Completion:
-        """Complete a request: wait for a slot, call the engine, continue what was interrupted.
+        """Complete a request: wait for a slot, call the engine, continue after interruptions.
 
         Raises:
-            RolloutError: it was interrupted too often to be generated anew.
+            RolloutError: interrupted too often to be restarted again.
             Exception: the error of its engine, unless the engine failed.
         """
         prompt = request.prompt
@@ -99,30 +99,30 @@ class RequestRunner:
         try:
             while not self._is_aborted(request):
                 request.engine = None
-                if (engine := await self._granted(request.ticket, slot)) is None:
+                if (engine := await self._wait_for_slot(request.ticket, slot)) is None:
                     continue
                 request.engine = engine
                 try:
                     part = await self._call(request, engine)
-                except EngineFailure:  # the caller has the tokens that were streamed before
+                except EngineFailure:  # the caller already has the streamed tokens
                     request.was_interrupted = True
-                    part = None if request.stream is None else request.stream.interrupted_part()
+                    part = None if request.stream is None else request.stream.get_interrupted_part()
                 finally:
                     self._router.release(engine, slot)
                 if part is not None:
                     self._add_part(request, part)
                 if request.stream is not None:
                     request.stream.end_call()
-                if request.completion is None and part is not None and self._was_refused(part):
+                if request.completion is None and part is not None and self._is_refusal(part):
                     await asyncio.sleep(_RETRY_DELAY_SECONDS)
         finally:
             if request.stream is not None:
-                request.stream.end_call()  # its caller hears no more of it
+                request.stream.end_call()  # the caller receives no more tokens
         assert request.completion is not None
         return request.completion
 
-    async def _granted(self, ticket: int, slot: SlotRequest) -> int | None:
-        """Wait for a slot. Returns: its engine; None if the wait was interrupted."""
+    async def _wait_for_slot(self, ticket: int, slot: SlotRequest) -> int | None:
+        """Wait for a slot. Returns its engine, or None if the wait was interrupted."""
         entry = self._router.request_slot(ticket, slot)
         if not entry.granted.done():
             try:
@@ -137,12 +137,12 @@ class RequestRunner:
             return None
 
     async def _call(self, request: ClientRequest, engine: int) -> Completion:
-        """Call an engine for the present part of a request."""
+        """Call an engine for the current part of a request."""
         params, stream = request.call.sampling_params, request.stream
         if "seed" in params and self._supervisor.has_no_seeds(engine):
             params = {name: value for name, value in params.items() if name != "seed"}
         if stream is not None:
-            params = self._params_of_stream(request, stream, engine, params)
+            params = self._build_stream_params(request, stream, engine, params)
         sent = replace(
             request.given,
             prompt_token_ids=request.call.prompt_token_ids,
@@ -157,35 +157,36 @@ class RequestRunner:
             return present.stream(sent, lambda delta: self._take_tokens(request, deltas, delta))
 
         with waiting("a request with a slot", who=SLOTS):
-            return self._counted(request, await self._supervisor.run(engine, call))
+            return self._count_and_strip(request, await self._supervisor.run(engine, call))
 
-    def _params_of_stream(
+    def _build_stream_params(
         self, request: ClientRequest, stream: TokenStream, engine: int, params: SamplingKeywords
     ) -> SamplingKeywords:
-        """Return the settings of the next call of a streamed request."""
-        # Of any engine: the answer may be continued on another one.
+        """Build the settings of the next call of a streamed request."""
+        # For any engine: the request may be continued elsewhere.
         engines = range(len(self._supervisor.engines))
         begins_anew = any(self._supervisor.is_unsupported(each, "answer_tokens") for each in engines)
-        # A streamed part is without the tokens that truncation kept, so it cannot be continued with them.
+        # A streamed part lacks kept tokens, so it cannot be continued with them.
         keeps = bool(params.get("return_kept_tokens"))
         stream.is_held = keeps or (begins_anew and depends_on_answer(request.params))
-        return stream.of_piece(params) if self._supervisor.is_unsupported(engine, "streaming") else params
+        return stream.build_piece_params(params) if self._supervisor.is_unsupported(engine, "streaming") else params
 
     def _take_tokens(self, request: ClientRequest, deltas: list[TokenDelta], delta: TokenDelta) -> None:
-        """Hand out tokens of a call, unless a stop string may end the answer before them."""
+        """Deliver tokens of a call, unless a stop string may end the completion before them."""
         stream = request.stream
         if stream is None or deltas is not stream.deltas:  # of a call that was given up
             return
         deltas.append(delta)
-        if not stream.is_border_passed and (part := stream.interrupted_part()) is not None:
+        if not stream.is_border_passed and (part := stream.get_interrupted_part()) is not None:
             parts = [*request.parts, part]
-            stream.is_border_passed = not may_end_at_border(parts, request.params, self._decoder(request))
+            stream.is_border_passed = not can_stop_across_border(parts, request.params, self._get_decoder(request))
         if stream.is_border_passed:
-            stream.give()
+            stream.send()
 
-    def _counted(self, request: ClientRequest, part: Completion) -> Completion:
-        """Count the prompt tokens and drafts of a call; return its completion without them: it depends on its request
-        alone."""
+    def _count_and_strip(self, request: ClientRequest, part: Completion) -> Completion:
+        """Count the prompt tokens and drafts of a call, and return its completion without these counts, so that it
+        depends only on its request.
+        """
         if part.num_cached_prompt_tokens is not None:
             self.num_prompt_tokens += len(request.call.prompt_token_ids)
             self.num_cached_prompt_tokens += part.num_cached_prompt_tokens
@@ -195,10 +196,10 @@ class RequestRunner:
         return replace(part, num_cached_prompt_tokens=None, drafts=None)
 
     def _add_part(self, request: ClientRequest, part: Completion) -> None:
-        """Add a part to its request, which is completed if the answer is whole with it.
+        """Add a part to its request, and complete the request if it was the last part.
 
         Raises:
-            RolloutError: it was begun anew too often.
+            RolloutError: restarted too often.
         """
         is_piece = request.stream is not None and request.stream.is_end_of_piece(part)
         if is_piece:
@@ -206,25 +207,26 @@ class RequestRunner:
         request.parts.append(part)
         if part.stop_reason == "abort" and self._is_aborted(request):
             return
-        if part.stop_reason == "abort" and part.token_ids and self._begins_anew(request):
+        if part.stop_reason == "abort" and part.token_ids and self._should_restart(request):
             request.parts.clear()
             request.was_interrupted = True
             request.num_new_beginnings += 1
             if request.num_new_beginnings > MAX_NEW_BEGINNINGS:
-                raise self._interrupted_too_often(request)
+                raise self._build_interruption_error(request)
             return
         max_model_len = None if request.engine is None else self._supervisor.max_model_len(request.engine)
-        step = next_call(request.prompt, request.params, request.parts, self._decoder(request), max_model_len)
+        step = build_next_call(request.prompt, request.params, request.parts, self._get_decoder(request), max_model_len)
         if isinstance(step, EngineCall):
             request.call, request.was_interrupted = step, request.was_interrupted or not is_piece
             if request.stream is not None:
-                request.stream.give_rest(part)
+                request.stream.send_rest(part)
             return
         request.completion = step
 
-    def _begins_anew(self, request: ClientRequest) -> bool:
-        """Check whether an interrupted answer must be generated anew: its tokens depend on those before, and its engine
-        cannot be told which of the prompt's are the answer's."""
+    def _should_restart(self, request: ClientRequest) -> bool:
+        """Return whether an interrupted completion must be restarted: its tokens depend on earlier ones, and its engine
+        does not support `num_answer_tokens`.
+        """
         engine = request.engine
         return (
             engine is not None
@@ -232,7 +234,7 @@ class RequestRunner:
             and self._supervisor.is_unsupported(engine, "answer_tokens")
         )
 
-    def _interrupted_too_often(self, request: ClientRequest) -> RolloutError:
+    def _build_interruption_error(self, request: ClientRequest) -> RolloutError:
         budget = request.params.get("max_tokens")
         return RolloutError(
             "infrastructure",
@@ -243,16 +245,16 @@ class RequestRunner:
         )
 
     def _is_aborted(self, request: ClientRequest) -> bool:
-        """Check whether a caller aborted this request; it is then completed with what was generated."""
+        """Return whether a caller aborted this request; it is then completed with the tokens so far."""
         if request.completion is None and request.num_aborts_before < self.num_aborts:
-            request.completion = join(request.prompt, request.parts, self._decoder(request), "abort")
+            request.completion = join(request.prompt, request.parts, self._get_decoder(request), "abort")
         return request.completion is not None
 
-    def _was_refused(self, part: Completion) -> bool:
-        """Check whether an engine took nothing of a request though admission was not paused."""
+    def _is_refusal(self, part: Completion) -> bool:
+        """Return whether an engine rejected a request although admission was not paused."""
         return not part.token_ids and not self._router.pause_reasons
 
-    def _decoder(self, request: ClientRequest) -> Callable[[list[int]], str]:
+    def _get_decoder(self, request: ClientRequest) -> Callable[[list[int]], str]:
         skip = request.params.get("skip_special_tokens", True)
 
         def decode(token_ids: list[int]) -> str:
@@ -262,15 +264,17 @@ class RequestRunner:
 
         return decode
 
-    def timeout_message(self, request: ClientRequest, timeout_seconds: float) -> str:
-        """Describe where a request is that is not completed in time."""
+    def describe_timeout(self, request: ClientRequest, timeout_seconds: float) -> str:
+        """Describe the state of a request that missed its deadline."""
         if request.engine is not None:
             where = f"under way on engine {request.engine}"
         elif self._router.pause_reasons:
             where = f"waiting: {', '.join(sorted(self._router.pause_reasons))}"
         else:
             states = ", ".join(
-                f"{health}: {len(ids)}" for health in Health if (ids := self._supervisor.with_health(health))
+                f"{health}: {len(ids)}"
+                for health in Health
+                if (ids := self._supervisor.get_engines_with_health(health))
             )
             where = f"waiting for an engine ({states})"
         return f"the request was not answered within generator.request_timeout_seconds={timeout_seconds:g}; {where}"

@@ -1,12 +1,12 @@
-"""Routing of requests to engines, and the queue of requests that wait: bookkeeping of one event loop, without engines.
+"""Routing of requests to engines, and the queue of waiting requests. Belongs to one event loop; independent of engines.
 
-A request goes where its keys and values are cached: to the engine of its session, or to the one that had the same
-prompt last, if that has not much more to do than the others (bounded loads, as Mirrokni et al. 2016, with remembered
-engines in place of hashes). Everything else goes to the engine with the fewest requests. With a limit on an engine's
-requests, further ones wait in the order of their arrival; one that is continued after an interruption keeps its place.
+A request is sent to the engine with its keys and values in cache: the engine of its session, or the last engine with
+the same prompt, unless that engine is overloaded (bounded loads, as in Mirrokni et al. 2016, with recorded engines
+instead of hashes). All other requests are sent to the engine with the fewest requests. Above the limit per engine,
+requests wait in order of arrival; a request continued after an interruption keeps its position.
 
-Sessions that are announced before their requests come get their engines at once, a prompt's samples together and every
-engine as many: one by one they would be divided by how many have come so far.
+Sessions that are declared in advance are assigned to engines immediately, samples of a prompt together and equally many
+per engine. Assigned on arrival, they would follow the load at that time.
 """
 
 import asyncio
@@ -22,19 +22,20 @@ _SESSION_LOAD = 1.5
 """A session stays on its engine up to this many times the mean number of requests, and one more: elsewhere the whole
 conversation must be computed again."""
 _PROMPT_LOAD = 1.2
-"""Samples of a prompt that come one by one stay together up to this many times the mean: elsewhere the prompt alone
-must be computed again."""
+"""Samples of a prompt that arrive one by one share an engine up to this many times the mean: elsewhere only the prompt
+must be computed again.
+"""
 _MAX_PLACES = 2**16
-"""Sessions and prompts whose engines are remembered: the last used."""
+"""Maximum number of recorded sessions and prompts; the least recently used are evicted."""
 
 
 @dataclass(frozen=True)
 class SlotRequest:
-    """Properties of a request that decide which engine it gets."""
+    """Properties of a request that determine its engine."""
 
     session: Session | None = None
     num_tokens: int = 0
-    """Number of prompt tokens: decides between engines with equally many requests."""
+    """Number of prompt tokens: breaks ties between engines with equally many requests."""
     prompt: int | None = None
     """Hash of the prompt."""
 
@@ -48,10 +49,10 @@ class QueueEntry:
     """Request that waits for a slot."""
 
     ticket: int
-    """Place in the queue: lower goes first."""
+    """Position in the queue, lowest first."""
     request: SlotRequest
     granted: "asyncio.Future[int]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Engine on which it has a slot."""
+    """Engine of the granted slot."""
 
 
 @dataclass
@@ -59,20 +60,20 @@ class _Load:
     requests: int = 0
     tokens: int = 0
     announced: int = 0
-    """Sessions announced for this engine that have made no request yet."""
+    """Declared sessions of this engine without a request so far."""
 
     @property
     def sessions(self) -> int:
-        """Requests that are there or announced."""
+        """Number of running and expected requests."""
         return self.requests + self.announced
 
 
 class Router:
-    """Grants slots on engines. None is granted while admission is paused or no engine is open.
+    """Router that grants slots on engines. None is granted while admission is paused or no engine is open.
 
     Args:
-        num_engines: their numbers are 0 to `num_engines - 1`; all are closed at first.
-        max_requests_per_engine: slots of an engine; None: any number.
+        num_engines: engines are numbered 0 to `num_engines - 1` and initially closed.
+        max_requests_per_engine: slots per engine; None: unlimited.
     """
 
     def __init__(self, num_engines: int, max_requests_per_engine: int | None = None):
@@ -88,46 +89,47 @@ class Router:
 
     @property
     def pause_reasons(self) -> set[str]:
-        """Reasons for which no slot is granted now."""
+        """Reasons why admission is paused."""
         return self._pause_reasons
 
     @property
     def num_waiting(self) -> int:
         return len(self._queue)
 
-    def num_under_way(self, engine: int) -> int:
+    def count_running(self, engine: int) -> int:
         return self._loads[engine].requests
 
     def set_engines(self, open_engines: Collection[int], doubtful: Collection[int] = ()) -> None:
-        """Set the engines that take requests from now on.
+        """Set the engines that accept requests from now on.
 
         Args:
-            doubtful: those of `open_engines` that keep their sessions, but get nothing else while others are open.
+            doubtful: engines of `open_engines` that keep their sessions, but get no other requests while others are
+                open.
         """
         self._open, self._doubtful = sorted(open_engines), set(doubtful)
-        self._serve()
+        self._grant_slots()
 
     def pause_admission(self, reason: str) -> None:
-        """Grant no slots until every reason is gone."""
+        """Grant no slots until every reason is removed."""
         self._pause_reasons.add(reason)
 
     def resume_admission(self, reason: str) -> None:
         self._pause_reasons.discard(reason)
-        self._serve()
+        self._grant_slots()
 
-    def announce(self, groups: Sequence[Sequence[Session]]) -> None:
-        """Choose the engines of sessions that will make their first requests one by one.
+    def register_expected(self, groups: Sequence[Sequence[Session]]) -> None:
+        """Assign engines to sessions that will send their first requests one by one.
 
         Args:
-            groups: sessions with the same prompt; they stay together as far as all engines get equally many.
+            groups: sessions with the same prompt; they share an engine as far as load stays even.
         """
         if not self._open:
             return
-        mean = (self._num_sessions() + sum(map(len, groups))) / len(self._open)
+        mean = (self._count_sessions() + sum(map(len, groups))) / len(self._open)
         for group in groups:
             prompt = hash(("announced", *group))
             for session in group:
-                engine = self._engine_for(SlotRequest(prompt=prompt), mean, 1.0)
+                engine = self._find_engine(SlotRequest(prompt=prompt), mean, 1.0)
                 if engine is None or session in self._announced:
                     continue
                 self._places["prompt", prompt] = engine
@@ -135,35 +137,36 @@ class Router:
                 self._loads[engine].announced += 1
             self._places.pop(("prompt", prompt), None)
 
-    def withdraw_announcement(self, groups: Sequence[Sequence[Session]]) -> None:
-        """Forget those of announced sessions that made no request."""
+    def remove_expected(self, groups: Sequence[Sequence[Session]]) -> None:
+        """Remove declared sessions that sent no request."""
         for group in groups:
             for session in group:
-                self._announced_engine(session)
+                self._pop_expected_engine(session)
 
-    def _announced_engine(self, session: Session | None) -> int | None:
-        """Return the engine that was chosen for a session's first request, and forget it; None if there is none."""
+    def _pop_expected_engine(self, session: Session | None) -> int | None:
+        """Remove and return the engine assigned to a session's first request; None if not assigned."""
         engine = None if session is None else self._announced.pop(session, None)
         if engine is not None:
             self._loads[engine].announced -= 1
         return engine
 
-    def _num_sessions(self) -> int:
+    def _count_sessions(self) -> int:
         return sum(self._loads[engine].sessions for engine in self._open)
 
     def request_slot(self, ticket: int, request: SlotRequest) -> QueueEntry:
-        """Queue up. `granted` of the entry is the engine, or raises `Interrupted` or the error of `fail`. The slot must
-        be given back by `release`; `withdraw` ends the wait."""
+        """Queue a request. The entry's future `granted` yields the engine, or raises `Interrupted` or the error of
+        `fail`. Return the slot with `release`; `withdraw` ends the wait.
+        """
         entry = QueueEntry(ticket, request)
         if self._failure is not None:
             entry.granted.set_exception(self._failure)
             return entry
         bisect.insort(self._queue, entry, key=lambda waiting: waiting.ticket)
-        self._serve()
+        self._grant_slots()
         return entry
 
     def withdraw(self, entry: QueueEntry) -> None:
-        """End the wait of an entry, and give back a slot that it was just granted."""
+        """End the wait of an entry, and release a slot that was just granted."""
         if entry in self._queue:
             self._queue.remove(entry)
         elif entry.granted.done() and not entry.granted.cancelled() and entry.granted.exception() is None:
@@ -171,62 +174,61 @@ class Router:
         entry.granted.cancel()
 
     def release(self, engine: int, request: SlotRequest) -> None:
-        """Give back the slot of a request on an engine."""
+        """Release the slot of a request on an engine."""
         load = self._loads[engine]
         load.requests -= 1
         load.tokens -= request.num_tokens
-        self._serve()
+        self._grant_slots()
 
     def interrupt(self) -> None:
-        """End every wait there is with `Interrupted`."""
-        self._end_all(Interrupted())
+        """End all current waits with `Interrupted`."""
+        self._fail_all(Interrupted())
 
     def fail(self, error: Exception) -> None:
-        """End every wait, and every later one, with `error`."""
+        """End all current and later waits with `error`."""
         self._failure = error
-        self._end_all(error)
+        self._fail_all(error)
 
-    def _end_all(self, error: Exception) -> None:
+    def _fail_all(self, error: Exception) -> None:
         queue, self._queue = self._queue, []
         for entry in queue:
             if not entry.granted.done():
                 entry.granted.set_exception(error)
 
-    def _serve(self) -> None:
-        """Grant slots in the order of the queue: a later request passes only to an engine that no earlier one could
-        have had."""
+    def _grant_slots(self) -> None:
+        """Grant slots in queue order: a later request may overtake only to an engine that no earlier one could use."""
         if self._pause_reasons or not self._open or not self._queue:
             return
         waiting: list[QueueEntry] = []
         for place, entry in enumerate(self._queue):
-            if self._all_full():
+            if self._is_all_full():
                 waiting += self._queue[place:]
                 break
-            if not self._grant(entry):
+            if not self._try_grant(entry):
                 waiting.append(entry)
         self._queue = waiting
 
-    def _grant(self, entry: QueueEntry) -> bool:
-        """Grant a slot if there is one for this request now."""
+    def _try_grant(self, entry: QueueEntry) -> bool:
+        """Grant a slot if one is available for this request. Returns whether it was granted."""
         request = entry.request
-        mean = (self._num_sessions() + (request.session not in self._announced)) / len(self._open)
-        engine = self._announced_engine(request.session)
+        mean = (self._count_sessions() + (request.session not in self._announced)) / len(self._open)
+        engine = self._pop_expected_engine(request.session)
         if engine not in self._open or engine in self._doubtful or self._is_full(engine):
-            engine = self._engine_for(request, mean, _PROMPT_LOAD)
+            engine = self._find_engine(request, mean, _PROMPT_LOAD)
         if engine is None:
             return False
-        self._remember(request, engine)
+        self._record_engine(request, engine)
         self._loads[engine].requests += 1
         self._loads[engine].tokens += request.num_tokens
         entry.granted.set_result(engine)
         return True
 
-    def _engine_for(self, request: SlotRequest, mean: float, prompt_load: float) -> int | None:
-        """Return the engine that a request goes to now; None where it must wait.
+    def _find_engine(self, request: SlotRequest, mean: float, prompt_load: float) -> int | None:
+        """Return the engine for a request; None if it must wait.
 
         Args:
-            mean: requests per engine, with those that are placed now.
-            prompt_load: times the mean that an engine may have to get a prompt again.
+            mean: requests per engine, including the ones being placed.
+            prompt_load: maximum load of an engine, in multiples of the mean, to get the same prompt again.
         """
         sure = [engine for engine in self._open if engine not in self._doubtful]
         engine = self._places.get(("session", request.session))
@@ -238,7 +240,7 @@ class Router:
         free = [engine for engine in sure or self._open if not self._is_full(engine)]
         return min(free, key=lambda engine: (self._loads[engine].sessions, self._loads[engine].tokens), default=None)
 
-    def _remember(self, request: SlotRequest, engine: int) -> None:
+    def _record_engine(self, request: SlotRequest, engine: int) -> None:
         for key in (("session", request.session), ("prompt", request.prompt)):
             if key[1] is not None:
                 self._places[key] = engine
@@ -247,11 +249,11 @@ class Router:
             self._places.popitem(last=False)
 
     def _has_room(self, engine: int, num_requests: float) -> bool:
-        """Check that an engine has at most so many requests with one more."""
+        """Return whether an engine would have at most `num_requests` requests with one more."""
         return self._loads[engine].sessions + 1 <= num_requests and not self._is_full(engine)
 
     def _is_full(self, engine: int) -> bool:
         return self._limit is not None and self._loads[engine].requests >= self._limit
 
-    def _all_full(self) -> bool:
+    def _is_all_full(self) -> bool:
         return self._limit is not None and all(map(self._is_full, self._open))

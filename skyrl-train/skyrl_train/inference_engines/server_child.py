@@ -1,4 +1,4 @@
-"""Servers as child processes that do not outlive this one, however this one ends. Knows no engine."""
+"""Servers as child processes that never outlive this process. Independent of engines."""
 
 import contextlib
 import os
@@ -22,12 +22,12 @@ _END_SECONDS = 10.0
 
 
 class ServerChild:
-    """Command that serves HTTP on a free port of loopback, with a log file and a process group, which a guard leads.
+    """HTTP server process on a free loopback port, with a log file, in a process group led by a guard.
 
     Args:
-        name: of the server, in errors.
+        name: name of the server in errors.
         command: `--port` is added to it; it must listen on 127.0.0.1.
-        environment: variables added to those of this process.
+        environment: variables added to the environment of this process.
     """
 
     def __init__(self, name: str, command: Sequence[str], log_file: Path, environment: Mapping[str, str]):
@@ -43,7 +43,7 @@ class ServerChild:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | environment,
-                start_new_session=True,  # a process group, so that all of it can be ended
+                start_new_session=True,  # a process group, so that all its processes can be killed
             )
 
     @property
@@ -51,51 +51,51 @@ class ServerChild:
         return self._process.pid
 
     def check(self) -> None:
-        """Raise WorkerError, with the end of the log, if the server has ended."""
+        """Raise WorkerError with the end of the log if the server has exited."""
         if self._process.poll() is not None:
             raise WorkerError(f"{self._name} ended with status {self._process.returncode}\n{self._log()}")
 
     def wait_until_ready(self, path: str, timeout_seconds: float, timeout_setting: str = "") -> None:
-        """Wait until a path answers 200. A server that does not is ended.
+        """Wait until a path returns status 200. Otherwise the server is killed.
 
         Args:
-            timeout_setting: setting that the time comes from, for the error.
+            timeout_setting: name of the timeout's setting, for the error.
 
         Raises:
-            WorkerError: the server ended or was not ready in time; with the end of its log.
+            WorkerError: the server exited or was not ready in time; with the end of its log.
         """
         deadline = time.monotonic() + timeout_seconds
         try:
             with waiting(f"{self._name} to be ready", on=self.url, deadline=timeout_seconds):
-                while not self._answers(path):
+                while not self._is_ready(path):
                     self.check()
                     if time.monotonic() > deadline:
                         setting = f" ({timeout_setting})" if timeout_setting else ""
                         late = f"{self._name} was not ready within {timeout_seconds:g} s{setting}"
                         raise WorkerError(f"{late}{explain_expiry(late)}\n{self._log()}")
                     time.sleep(_POLL_SECONDS)
-        except BaseException:  # a KeyboardInterrupt ends it too
+        except BaseException:  # also on KeyboardInterrupt
             self.end()
             raise
 
     def end(self, grace_seconds: float = 0.0) -> None:
-        """End the server and all that it started.
+        """Stop the server and its descendants.
 
         Args:
-            grace_seconds: time between asking (SIGTERM) and killing; 0: kill at once.
+            grace_seconds: seconds between SIGTERM and SIGKILL; 0: kill immediately.
         """
         if grace_seconds:
-            self._signal(signal.SIGTERM)
+            self._send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_seconds)
-        self._signal(signal.SIGKILL)  # the guard may be gone before what it guarded
+        self._send_signal(signal.SIGKILL)  # the guard may exit before its command
         self._process.wait(_END_SECONDS)
 
-    def _signal(self, number: int) -> None:
+    def _send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
-    def _answers(self, path: str) -> bool:
+    def _is_ready(self, path: str) -> bool:
         try:
             return httpx.get(self.url + path, timeout=5).status_code == 200
         except httpx.TransportError:

@@ -1,4 +1,4 @@
-"""Supervision of engines: notices those that died or hang, starts them again, and wakes everyone who waits.
+"""Supervision of engines: detects crashed or hanging engines, restarts them, and wakes waiting callers.
 
 The states of an engine and their transitions are in `health`.
 """
@@ -13,28 +13,29 @@ from skyrl_gym.waits import waiting
 from skyrl_train.config import GeneratorConfig
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.base import EngineInfo, Feature, InferenceEngineInterface
-from skyrl_train.inference_engines.health import ROUTED, UP, Health, HealthEvent, after
+from skyrl_train.inference_engines.health import ROUTED, UP, Health, HealthEvent, get_next_state
 from skyrl_train.utils.explanations import explain_expiry
 
 T = TypeVar("T")
 
 Restart = Callable[[int], Awaitable[InferenceEngineInterface]]
-"""Function that starts engine i again, and returns at once or when it is up."""
+"""Function that restarts engine i, and returns immediately or when it runs."""
 
 SILENT_INTERVALS = 3
-"""Number of `generator.engine_health_interval_seconds` after which an engine that neither answers health checks nor
-computes anything counts as dead."""
+"""Number of `generator.engine_health_interval_seconds` after which an engine without health replies or progress counts
+as crashed.
+"""
 
 _TEARDOWN_SECONDS = 30.0
 
 
 class EngineFailure(WorkerError):
-    """Death or hang of an engine, already recorded. Its requests may be continued elsewhere."""
+    """Crash or hang of an engine, already recorded. Its requests can be continued elsewhere."""
 
 
 @runtime_checkable
 class Process(Protocol):
-    """Engine whose process can be ended from outside."""
+    """Engine with a process that can be killed externally."""
 
     def kill(self) -> None: ...
 
@@ -42,27 +43,27 @@ class Process(Protocol):
 
 
 class EngineState:
-    """State of engine i, whichever process is it now."""
+    """State of engine i across restarts of its process."""
 
     def __init__(self, index: int):
         self.index = index
         self.health = Health.STARTING
         self.info: EngineInfo | None = None
         self.ended: asyncio.Future[Exception]
-        """Done, with the reason, when the present engine has failed."""
+        """Future that is set with the error when the current engine fails."""
         self.examination: asyncio.Task[None] | None = None
         self.seen_well = float("-inf")
-        """Start time of the last examination that found it well."""
+        """Start time of the last successful health check."""
 
 
 class Supervisor:
-    """Supervisor of engines, which are started again when they fail.
+    """Supervisor that restarts failed engines.
 
     Args:
-        engines: `engines[i]` is always the present engine i.
+        engines: `engines[i]` is always the current engine i.
         settings: deadlines, and the number of restarts for all engines together.
-        restart: starts engine i anew; None: nothing can be started again.
-        changed: called whenever an engine's health changed.
+        restart: restarts engine i; None: restarts are not possible.
+        changed: called after every change of an engine's health.
     """
 
     def __init__(
@@ -74,9 +75,9 @@ class Supervisor:
     ):
         self.engines = list(engines)
         self.prepare: Callable[[int], Awaitable[None]] | None = None
-        """Function that brings engine i, just started again, to the state of the others, before it gets requests."""
+        """Function that brings the restarted engine i to the state of the others before it gets requests."""
         self.lost: WorkerError | None = None
-        """Error of an engine that failed and may not be started again: the end of all engines."""
+        """Error of a failed engine that cannot be restarted; it ends all engines."""
         self.num_deaths = self.num_restarts = 0
         self._states = [EngineState(index) for index in range(len(self.engines))]
         self._settings = settings
@@ -88,11 +89,11 @@ class Supervisor:
         self._reported_deaths = 0
         self._warned_of_seeds = False
 
-    def with_health(self, *healths: Health) -> list[int]:
+    def get_engines_with_health(self, *healths: Health) -> list[int]:
         return [state.index for state in self._states if state.health in healths]
 
     def attach(self) -> None:
-        """Start watching the engines in the running event loop; must be called before anything else there."""
+        """Start watching the engines in the running event loop; must be called first in that loop."""
         loop = asyncio.get_running_loop()
         if self._loop is loop or self.lost is not None:
             return
@@ -101,21 +102,23 @@ class Supervisor:
         for state in self._states:
             state.ended, state.examination = loop.create_future(), None
             if state.health is Health.STARTING:
-                self._spawn(self._await_start(state))
-            elif state.health not in ROUTED:  # who was starting it again went away with the other loop
+                self._start_task(self._wait_for_start(state))
+            elif state.health not in ROUTED:  # the task that restarted it ended with the other loop
                 if state.health is not Health.DEAD:
                     was_starting = state.health is Health.RESTARTING
-                    state.health = after(state.health, HealthEvent.START_FAILED if was_starting else HealthEvent.DIED)
-                self._spawn(self._revive(state))
+                    state.health = get_next_state(
+                        state.health, HealthEvent.START_FAILED if was_starting else HealthEvent.DIED
+                    )
+                self._start_task(self._restart(state))
             if self._settings.engine_health_interval_seconds > 0:
-                self._spawn(self._watch(state))
+                self._start_task(self._run_watchdog(state))
 
     async def run(self, index: int, call: Callable[[InferenceEngineInterface], Awaitable[T]]) -> T:
-        """Call engine `index`; the call ends when the engine does.
+        """Call engine `index`; the call ends if the engine fails.
 
         Raises:
             EngineFailure: the engine failed.
-            Exception: whatever the call raised, if the engine is well.
+            Exception: the error of the call, if the engine is healthy.
         """
         self.raise_if_lost()
         state = self._states[index]
@@ -123,44 +126,46 @@ class Supervisor:
         task = asyncio.ensure_future(call(self.engines[index]))
         try:
             await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
-            return self._result(task, ended)
+            return self._get_result(task, ended)
         except EngineFailure:
             raise
         except WorkerError as error:
-            await self._examine_since(state, ended, self._now())
+            await self._wait_for_check_since(state, ended, self._get_time())
             self.raise_if_lost()
             if ended.done():
-                raise _failure_of(ended) from error
+                raise _get_failure(ended) from error
             raise
         finally:
             task.cancel()
 
-    def _result(self, task: "asyncio.Future[T]", ended: "asyncio.Future[Exception]") -> T:
-        """Return the result of a call that is done, or raise the failure of its engine."""
+    def _get_result(self, task: "asyncio.Future[T]", ended: "asyncio.Future[Exception]") -> T:
+        """Return the result of a finished call, or raise the failure of its engine."""
         if task.done():
             return task.result()
         self.raise_if_lost()
-        raise _failure_of(ended)
+        raise _get_failure(ended)
 
     async def run_all(self, call: Callable[[InferenceEngineInterface], Awaitable[T]]) -> list[T]:
-        """Call every engine that is up, in their order. All calls end before the first error is raised."""
+        """Call every running engine, in order. All calls end before the first error is raised."""
         self.attach()
-        await self.started()
-        answers = await asyncio.gather(*(self.run(i, call) for i in self.with_health(*UP)), return_exceptions=True)
+        await self.wait_until_started()
+        answers = await asyncio.gather(
+            *(self.run(i, call) for i in self.get_engines_with_health(*UP)), return_exceptions=True
+        )
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if errors:
             raise next((error for error in errors if isinstance(error, EngineFailure)), errors[0])
         return answers  # pyright: ignore[reportReturnType]
 
-    async def started(self) -> None:
-        """Wait for the first start of every engine. Raises WorkerError if one failed."""
-        while self.with_health(Health.STARTING):
+    async def wait_until_started(self) -> None:
+        """Wait until every engine has started for the first time. Raises WorkerError if one failed."""
+        while self.get_engines_with_health(Health.STARTING):
             self.raise_if_lost()
-            await self._change()
+            await self._set_health()
         self.raise_if_lost()
 
     async def wait_until_healthy(self) -> bool:
-        """Examine every engine, and wait until none is starting or waits for weights.
+        """Check every engine, and wait until none is starting or waits for weights.
 
         Returns: True if any failed since the last call.
 
@@ -168,13 +173,13 @@ class Supervisor:
             WorkerError: an engine failed once too often.
         """
         self.attach()
-        await self.started()
-        began = self._now()
+        await self.wait_until_started()
+        began = self._get_time()
         up = [state for state in self._states if state.health in UP]
-        await asyncio.gather(*(self._examine_since(state, state.ended, began) for state in up))
-        while self.with_health(Health.DEAD, Health.RESTARTING, Health.WAITING_FOR_WEIGHTS):
+        await asyncio.gather(*(self._wait_for_check_since(state, state.ended, began) for state in up))
+        while self.get_engines_with_health(Health.DEAD, Health.RESTARTING, Health.WAITING_FOR_WEIGHTS):
             self.raise_if_lost()
-            await self._change()
+            await self._set_health()
         self.raise_if_lost()
         any_failed, self._reported_deaths = self.num_deaths > self._reported_deaths, self.num_deaths
         return any_failed
@@ -182,23 +187,23 @@ class Supervisor:
     async def infos(self) -> list[EngineInfo]:
         """Return the last description of each engine."""
         self.attach()
-        await self.started()
+        await self.wait_until_started()
         infos = [state.info for state in self._states]
         assert None not in infos, "an engine that has started has described itself"
         return infos  # pyright: ignore[reportReturnType]
 
     def max_model_len(self, index: int) -> int | None:
-        """Return the context length of engine `index`; None: not known yet."""
+        """Return the context length of engine `index`; None if not known yet."""
         info = self._states[index].info
         return None if info is None else info.max_model_len
 
     def is_unsupported(self, index: int, feature: Feature) -> bool:
-        """Check whether engine `index` does not support a feature; False: it does, or is not known yet."""
+        """Return whether engine `index` is known not to support a feature."""
         info = self._states[index].info
         return info is not None and feature in info.unsupported
 
     def has_no_seeds(self, index: int) -> bool:
-        """Check whether engine `index` takes no seeds (`EngineInfo.unsupported`), and warn of it once."""
+        """Return whether engine `index` ignores seeds (`EngineInfo.unsupported`), and log a warning once."""
         info = self._states[index].info
         if info is None or not self.is_unsupported(index, "seed"):
             return False
@@ -214,9 +219,9 @@ class Supervisor:
             raise WorkerError(str(self.lost))
 
     async def close(self) -> None:
-        """Stop watching, and end every engine. No call is possible afterwards."""
+        """Stop watching, and shut down every engine. No call is possible afterwards."""
         if self.lost is None:
-            self._lose(WorkerError("the engines were shut down"))
+            self._fail_all(WorkerError("the engines were shut down"))
         tasks = [task for task in self._tasks if task.get_loop() is asyncio.get_running_loop()]
         for task in tasks:
             task.cancel()
@@ -225,7 +230,7 @@ class Supervisor:
 
     # ---- health
 
-    async def _await_start(self, state: EngineState) -> None:
+    async def _wait_for_start(self, state: EngineState) -> None:
         timeout = self._settings.engine_start_timeout_seconds
         try:
             with waiting("an engine to start", on=f"engine {state.index}", deadline=timeout):
@@ -233,30 +238,32 @@ class Supervisor:
         except Exception as error:  # whatever it is, those who wait must hear of it
             if isinstance(error, TimeoutError):
                 await asyncio.to_thread(explain_expiry, f"engine {state.index} did not start within {timeout:g} s")
-            state.health = after(state.health, HealthEvent.START_FAILED)
-            self._lose(self._start_error(state, error))
+            state.health = get_next_state(state.health, HealthEvent.START_FAILED)
+            self._fail_all(self._start_error(state, error))
         else:
             self._apply(state, HealthEvent.STARTED)
 
-    async def _watch(self, state: EngineState) -> None:
+    async def _run_watchdog(self, state: EngineState) -> None:
         while True:
             await asyncio.sleep(self._settings.engine_health_interval_seconds)
             if state.health in UP:
-                await self._examine(state)
+                await self._check_engine(state)
 
-    async def _examine_since(self, state: EngineState, ended: "asyncio.Future[Exception]", moment: float) -> None:
-        """Wait until an examination that began after `moment` found the engine well, or it has failed."""
+    async def _wait_for_check_since(
+        self, state: EngineState, ended: "asyncio.Future[Exception]", moment: float
+    ) -> None:
+        """Wait until a health check that began after `moment` succeeds, or the engine fails."""
         while not ended.done() and state.seen_well < moment:
-            await self._examine(state)
+            await self._check_engine(state)
 
-    async def _examine(self, state: EngineState) -> None:
+    async def _check_engine(self, state: EngineState) -> None:
         """Check the engine's health; concurrent calls share one check."""
         if state.examination is None or state.examination.done():
-            state.examination = self._spawn(self._ask_for_health(state, state.ended))
+            state.examination = self._start_task(self._request_health(state, state.ended))
         await asyncio.shield(state.examination)
 
-    async def _ask_for_health(self, state: EngineState, ended: "asyncio.Future[Exception]") -> None:
-        began = self._now()
+    async def _request_health(self, state: EngineState, ended: "asyncio.Future[Exception]") -> None:
+        began = self._get_time()
         interval = self._settings.engine_health_interval_seconds
         period = interval or self._settings.engine_control_timeout_seconds / SILENT_INTERVALS
         engine = self.engines[state.index]
@@ -269,7 +276,7 @@ class Supervisor:
                     return
                 if check.done():
                     break
-                # Busy, if it computed something meanwhile: the silence that counts begins anew.
+                # Busy if it made progress: the period of silence restarts.
                 before, progress = progress, engine.progress()
                 num_silent = num_silent + 1 if progress == before else 0
                 if num_silent < SILENT_INTERVALS:
@@ -288,48 +295,50 @@ class Supervisor:
                 why = await asyncio.to_thread(explain_expiry, f"{text} ({setting})")  # before it is killed
                 if ended.done():
                     return
-                self._record_failure(state, HealthEvent.SILENT_TOO_LONG, WorkerError(f"{text} ({setting}){why}{log}"))
+                self._handle_failure(state, HealthEvent.SILENT_TOO_LONG, WorkerError(f"{text} ({setting}){why}{log}"))
                 return
             error = check.exception()
             if error is None:
                 state.seen_well = began
                 self._apply(state, HealthEvent.ANSWERED)
             else:
-                self._record_failure(state, HealthEvent.DIED, error)
+                self._handle_failure(state, HealthEvent.DIED, error)
         finally:
             check.cancel()
 
     def _apply(self, state: EngineState, event: HealthEvent) -> None:
-        before, state.health = state.health, after(state.health, event)
+        before, state.health = state.health, get_next_state(state.health, event)
         if state.health is not before:
             if state.health is Health.SUSPECT:
                 logger.warning(f"engine {state.index} is silent")
             self._wake_waiters()
 
-    def _record_failure(self, state: EngineState, event: HealthEvent, error: BaseException) -> None:
-        """Record that the engine has failed, wake everyone who waits for it, and start it again."""
+    def _handle_failure(self, state: EngineState, event: HealthEvent, error: BaseException) -> None:
+        """Record the engine's failure, wake its waiters, and restart it."""
         reviving = state.health is Health.WAITING_FOR_WEIGHTS
-        state.health = after(state.health, event)
+        state.health = get_next_state(state.health, event)
         self.num_deaths += 1
         failure = (
-            error if isinstance(error, WorkerError) else WorkerError(f"engine {state.index} failed: {_named(error)}")
+            error
+            if isinstance(error, WorkerError)
+            else WorkerError(f"engine {state.index} failed: {_format_name(error)}")
         )
         logger.warning(f"engine {state.index} failed: {str(failure).splitlines()[0]}")
         state.ended.set_result(failure)
         self._wake_waiters()
-        if not reviving:  # whoever gives it weights sees that it ended
-            self._spawn(self._revive(state))
+        if not reviving:  # the weight sender sees that it failed
+            self._start_task(self._restart(state))
 
-    # ---- starting again
+    # ---- restarts
 
-    async def _revive(self, state: EngineState) -> None:
-        """End the rest of the old process and start new ones, until one serves or the restarts are used up."""
+    async def _restart(self, state: EngineState) -> None:
+        """Kill the old process and start new ones, until one runs or restarts are exhausted."""
         while self.lost is None:
-            await self._end(self.engines[state.index])
-            failure = _failure_of(state.ended) if state.ended.done() else None
+            await self._stop_process(self.engines[state.index])
+            failure = _get_failure(state.ended) if state.ended.done() else None
             if self.restart is None or self.num_restarts >= self._settings.max_engine_restarts:
-                state.health = after(state.health, HealthEvent.RESTART_REFUSED)
-                self._lose(self._with_reason(failure))
+                state.health = get_next_state(state.health, HealthEvent.RESTART_REFUSED)
+                self._fail_all(self._build_final_error(failure))
                 return
             self.num_restarts += 1
             self._apply(state, HealthEvent.RESTART_GRANTED)
@@ -339,43 +348,43 @@ class Supervisor:
                 return
             except Exception as error:  # whatever it is, those who wait must hear of it
                 if state.health is Health.RESTARTING:
-                    state.health = after(state.health, HealthEvent.START_FAILED)
+                    state.health = get_next_state(state.health, HealthEvent.START_FAILED)
                 elif state.health is Health.WAITING_FOR_WEIGHTS:
-                    state.health = after(state.health, HealthEvent.DIED)
+                    state.health = get_next_state(state.health, HealthEvent.DIED)
                 if not state.ended.done():
                     state.ended.set_result(self._start_error(state, error))
-                logger.warning(f"engine {state.index} could not be started again: {_named(error)}")
+                logger.warning(f"engine {state.index} could not be started again: {_format_name(error)}")
                 self._wake_waiters()
 
     async def _start_again(self, state: EngineState) -> None:
         assert self.restart is not None
         timeout = self._settings.engine_start_timeout_seconds
         state.ended = asyncio.get_running_loop().create_future()
-        # Twice: the device may have to become free first, which has the same deadline.
+        # Twice: the device may have to be freed first, with the same deadline.
         with waiting("an engine to start again", deadline=2 * timeout):
             engine = await asyncio.wait_for(self.restart(state.index), 2 * timeout)
         self.engines[state.index] = engine
         state.info = await asyncio.wait_for(engine.describe(), timeout)
-        self._apply(state, HealthEvent.STARTED)  # from now on it must answer in time
+        self._apply(state, HealthEvent.STARTED)  # from now on health deadlines apply
         if self.prepare is not None:
             preparing = asyncio.ensure_future(asyncio.wait_for(self.prepare(state.index), timeout))
             try:
                 await asyncio.wait({preparing, state.ended}, return_when=asyncio.FIRST_COMPLETED)
-                self._result(preparing, state.ended)
+                self._get_result(preparing, state.ended)
             finally:
                 preparing.cancel()
         self._apply(state, HealthEvent.WEIGHTS_GIVEN)
 
-    async def _end(self, engine: InferenceEngineInterface) -> None:
-        """End an engine's process and all that it started, before another takes its place."""
+    async def _stop_process(self, engine: InferenceEngineInterface) -> None:
+        """Kill an engine's process and its descendants before its replacement starts."""
         try:
             ending = asyncio.to_thread(engine.kill) if isinstance(engine, Process) else engine.teardown()
             await asyncio.wait_for(ending, _TEARDOWN_SECONDS)
-        except Exception as error:  # it is dead, or nothing can be done about it
-            logger.warning(f"the end of a failed engine: {_named(error)}")
+        except Exception as error:  # already exited, or cannot be killed
+            logger.warning(f"the end of a failed engine: {_format_name(error)}")
 
-    def _with_reason(self, failure: EngineFailure | None) -> WorkerError:
-        """Return the final error: the failure, why no engine is started again, and the engine's log."""
+    def _build_final_error(self, failure: EngineFailure | None) -> WorkerError:
+        """Build the final error: the failure, why the engine is not restarted, and its log."""
         first, *others = str(failure or "an engine failed").splitlines()
         limit = self._settings.max_engine_restarts
         if self.restart is None:
@@ -393,10 +402,10 @@ class Supervisor:
             return WorkerError(f"engine {state.index} did not start within {setting}{log}")
         if isinstance(error, WorkerError):
             return error
-        return WorkerError(f"engine {state.index} could not start: {_named(error)}")
+        return WorkerError(f"engine {state.index} could not start: {_format_name(error)}")
 
-    def _lose(self, error: WorkerError) -> None:
-        """End all engines' calls with this error, now and later."""
+    def _fail_all(self, error: WorkerError) -> None:
+        """Fail all current and later calls of all engines with this error."""
         self.lost = error
         for state in self._states:
             if self._loop is not None and not state.ended.done():
@@ -405,7 +414,7 @@ class Supervisor:
 
     # ---- waiting
 
-    async def _change(self) -> None:
+    async def _set_health(self) -> None:
         waiting = asyncio.get_running_loop().create_future()
         self._waiting_for_change.append(waiting)
         await waiting
@@ -417,19 +426,19 @@ class Supervisor:
             if not future.done():
                 future.set_result(None)
 
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> "asyncio.Task[None]":
+    def _start_task(self, coroutine: Coroutine[None, None, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _now(self) -> float:
+    def _get_time(self) -> float:
         return asyncio.get_running_loop().time()
 
 
-def _failure_of(ended: "asyncio.Future[Exception]") -> EngineFailure:
+def _get_failure(ended: "asyncio.Future[Exception]") -> EngineFailure:
     return EngineFailure(str(ended.result()))
 
 
-def _named(error: BaseException) -> str:
+def _format_name(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

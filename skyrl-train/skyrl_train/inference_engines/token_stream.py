@@ -1,7 +1,7 @@
-"""Tokens of a streamed request on their way to its caller: each once, whichever engines compute them.
+"""Delivery of a streamed request's tokens to its caller, exactly once each, even if several engines compute them.
 
-Of engines that do not stream, the answer is asked for in pieces: calls with a small budget, each of which ends like an
-interrupted one and is continued.
+From engines without streaming, the completion is requested in pieces: calls with a small budget that end like
+interrupted ones and are continued.
 """
 
 from dataclasses import dataclass, field
@@ -11,8 +11,9 @@ from skyrl_train.inference_engines.request import Completion, join_deltas
 
 FIRST_PIECE = 16
 LARGEST_PIECE = 256
-"""Tokens of the pieces of an answer: each twice as long as the one before, up to the largest. Engines have the prompt
-and the pieces so far in their prefix cache."""
+"""Smallest and largest number of tokens of a piece; lengths double. Engines have the prompt and earlier pieces in their
+prefix cache.
+"""
 
 
 @dataclass(eq=False)
@@ -20,28 +21,28 @@ class TokenStream:
     """State of a streamed request.
 
     Args:
-        on_tokens: the caller's.
+        on_tokens: the caller's callback.
     """
 
     on_tokens: OnTokens
     is_held: bool = False
-    """True while nothing may be handed out: interrupted, the answer would be begun anew."""
+    """True while no tokens may be delivered, because an interruption would restart the completion."""
     deltas: list[TokenDelta] = field(default_factory=list)
-    """Tokens of the present call."""
+    """Tokens of the current call."""
     num_given: int = 0
-    """How many of `deltas` the caller has."""
+    """Number of delivered `deltas`."""
     is_border_passed: bool = False
-    """True once no stop string may begin before the present call and end in it."""
+    """True once no stop string can begin before the current call and end in it."""
     piece: int | None = None
-    """Budget of the present call, where that is less than the rest of the answer's."""
+    """Token budget of the current call, if smaller than the remaining budget."""
     _next_piece: int = FIRST_PIECE
 
     def end_call(self) -> None:
-        """Forget the tokens of a call that is over; what still comes of it is not heard."""
+        """Drop the tokens of a finished call and ignore later ones from it."""
         self.deltas, self.num_given, self.is_border_passed, self.piece = [], 0, False, None
 
-    def of_piece(self, params: SamplingKeywords) -> SamplingKeywords:
-        """Return the settings of the next call to an engine that does not stream."""
+    def build_piece_params(self, params: SamplingKeywords) -> SamplingKeywords:
+        """Build the settings of the next call to an engine without streaming."""
         most, size = params.get("max_tokens"), self._next_piece
         if self.is_held or (most is not None and most <= size):
             return params
@@ -49,18 +50,18 @@ class TokenStream:
         return params | {"max_tokens": size, "min_tokens": min(size, params.get("min_tokens") or 0)}
 
     def is_end_of_piece(self, part: Completion) -> bool:
-        """Check whether a call ended by the budget of its piece alone."""
+        """Return whether a call ended only because of its piece's budget."""
         return part.stop_reason == "length" and len(part.token_ids) == self.piece
 
-    def give(self) -> None:
-        """Hand out what came of the present call."""
+    def send(self) -> None:
+        """Deliver the undelivered tokens of the current call."""
         new = self.deltas[self.num_given :]
         self.num_given = len(self.deltas)
         if new and not self.is_held:
             self.on_tokens(join_deltas(new))
 
-    def give_rest(self, part: Completion) -> None:
-        """Hand out the tokens of a call that is over, and will be continued, which the caller does not have."""
+    def send_rest(self, part: Completion) -> None:
+        """Deliver the remaining tokens of a finished call that will be continued."""
         start = sum(len(delta.token_ids) for delta in self.deltas[: self.num_given])
         if start < len(part.token_ids) and not self.is_held:
             top = part.top
@@ -72,9 +73,10 @@ class TokenStream:
             )
             self.on_tokens(delta)
 
-    def interrupted_part(self) -> Completion | None:
-        """Return the tokens of a call whose engine failed, as an interrupted part of the answer; None: there are none,
-        or they must be computed anew."""
+    def get_interrupted_part(self) -> Completion | None:
+        """Return the tokens of a call to a failed engine as an interrupted part of the completion; None if empty or if
+        the completion must be restarted.
+        """
         if self.is_held or not self.deltas:
             return None
         token_ids, log_probs, versions, top = join_deltas(self.deltas)

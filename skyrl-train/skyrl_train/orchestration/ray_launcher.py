@@ -17,7 +17,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.env_vars import scheduling_timeout_seconds
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.engine_handle import MakeEngine
-from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, engine_actor
+from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, build_engine_actor
 from skyrl_train.orchestration.bundles import groups_across_nodes, nodes_of_bundles, order_by_node, reserve_bundles
 from skyrl_train.orchestration.launcher import Calls, MakeWorker
 from skyrl_train.orchestration.node_check import check_nodes
@@ -179,7 +179,7 @@ class RayLauncher:
         again = f"_start_{number}" if number >= generator.num_inference_engines else ""
         log_file = str(RunFolder(self._cfg.trainer.run_dir).logs_folder / f"engine_{index}{again}.log")
         return RayWrappedInferenceEngine(
-            engine_actor(**self._engines.options(index)).remote(make_engine, log_file, f"engine {index}"),
+            build_engine_actor(**self._engines.options(index)).remote(make_engine, log_file, f"engine {index}"),
             f"engine {index}",
             log_file,
             generator.request_timeout_seconds,

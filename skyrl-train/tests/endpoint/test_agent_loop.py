@@ -11,7 +11,7 @@ from .conftest import ANSWER, CALL, FAREWELL, client_of, run_agent, serving
 from .protocol_kit import recorded_output
 
 
-async def test_an_agents_conversation_becomes_one_sample_with_the_models_own_tokens(tool_engine, tool_model):
+async def test_agent_conversation_becomes_single_sample_of_sampled_tokens(tool_engine, tool_model):
     recorder = RequestRecorder()
     async with serving(tool_engine, tool_model, recorder=recorder) as server, client_of(server) as client:
         messages = await run_agent(client, "episode-7")
@@ -33,7 +33,7 @@ async def test_an_agents_conversation_becomes_one_sample_with_the_models_own_tok
     assert between == "<start>tool:5<end><start>assistant:<start>user:And then?<end><start>assistant:"
     assert output["weight_versions"] == [[0 if own else -1 for own in mask]]
     assert output["rewards"] == [[0.0] * (len(response) - 1) + [1.0]]
-    assert recorder.sessions() == []
+    assert recorder.list_sessions() == []
 
     model = AutoModelForCausalLM.from_pretrained(tool_model, dtype=torch.float32)
     with torch.no_grad():
@@ -42,7 +42,7 @@ async def test_an_agents_conversation_becomes_one_sample_with_the_models_own_tok
     np.testing.assert_allclose(np.array(log_probs), recomputed * np.array(mask), atol=2e-5)
 
 
-async def test_a_history_that_the_agent_rewrote_begins_a_new_row(tool_engine, tool_model):
+async def test_rewritten_history_starts_new_row(tool_engine, tool_model):
     recorder = RequestRecorder()
     session = {"X-Session-ID": "s"}
     async with serving(tool_engine, tool_model, recorder=recorder) as server, client_of(server) as client:
@@ -65,7 +65,7 @@ async def test_a_history_that_the_agent_rewrote_begins_a_new_row(tool_engine, to
     assert [sum(reward) for reward in output["rewards"]] == [0.0, 1.0]
 
 
-async def test_turns_of_another_temperature_do_not_train(chat_engine, chat_model):
+async def test_turns_at_other_temperature_are_not_trained(chat_engine, chat_model):
     recorder = RequestRecorder()
     async with serving(chat_engine, chat_model, recorder=recorder) as server, client_of(server) as client:
         for temperature in (1.0, 0.5):
@@ -82,7 +82,7 @@ async def test_turns_of_another_temperature_do_not_train(chat_engine, chat_model
     assert (metrics["tokens/not_trained/other_temperature"], metrics["tokens/trained_share"]) == (3, 0.5)
 
 
-def test_a_session_of_one_turn_earns_the_reward_on_its_last_token():
+def test_single_turn_session_rewards_last_token():
     turn = RecordedTurn(
         prompt_ids=[1],
         response_ids=[2, 3],
@@ -100,7 +100,7 @@ def test_a_session_of_one_turn_earns_the_reward_on_its_last_token():
     assert output["rewards"] == [[0.0, 1.0]]
 
 
-def test_an_agent_that_asked_nothing_is_a_failure_and_trains_nothing():
+def test_agent_without_requests_fails_and_is_not_trained():
     output = recorded_output([])
     assert output["loss_masks"] == [[0]]
     assert output["failures"][0].kind == "infrastructure"

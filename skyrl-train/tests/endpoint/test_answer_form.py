@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field
 
 from skyrl_gym.chat.tool_calls import split_tool_calls
 from skyrl_train.endpoint.errors import ApiError
-from skyrl_train.endpoint.openai_api.answer_form import answer_form, constraint_of, thought_mode
+from skyrl_train.endpoint.openai_api.answer_form import build_constraint, get_thought_mode, parse_answer_form
 from skyrl_train.endpoint.openai_api.prompts import EndpointTemplate
-from skyrl_train.endpoint.openai_api.schema import ChatRequest, checked
+from skyrl_train.endpoint.openai_api.schema import ChatRequest, parse_fields
 from skyrl_train.inference_engines.native.constrained import ConstraintCompiler
 from skyrl_train_testing.tiny_models import build_character_tokenizer
 
@@ -61,18 +61,18 @@ def matcher_of(values: dict[str, Any], template: str, prompt: str = "assistant:"
     """The matcher of answers to a request with these fields, and its tokenizer."""
     tokenizer = build_character_tokenizer(template, added_tokens=list(added))
     endpoint = EndpointTemplate(tokenizer)
-    form = answer_form(checked(ChatRequest, {"model": "tiny", "messages": HELLO} | values))
+    form = parse_answer_form(parse_fields(ChatRequest, {"model": "tiny", "messages": HELLO} | values))
     syntax = "llama3_json" if "parameters" in template else "hermes"
-    constraint = constraint_of(form, thought_mode(endpoint, prompt), endpoint, syntax)
+    constraint = build_constraint(form, get_thought_mode(endpoint, prompt), endpoint, syntax)
     assert constraint is not None
-    return ConstraintCompiler(tokenizer, len(tokenizer), [1])._matcher(constraint, []), tokenizer
+    return ConstraintCompiler(tokenizer, len(tokenizer), [1])._build_matcher(constraint, []), tokenizer
 
 
 def accepts(matcher_and_tokenizer: Any, text: str) -> bool:
     """Whether the answer may be this text and end there."""
     matcher, tokenizer = matcher_and_tokenizer
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    drafts = matcher.allowed(np.array([*ids, 1]))
+    drafts = matcher.compute_allowed(np.array([*ids, 1]))
     return all(drafts[place, token] for place, token in enumerate([*ids, 1]))
 
 
@@ -147,7 +147,7 @@ def test_grammar_of_tool_calls(values, template, accepted, refused, added):
 
 
 @pytest.mark.parametrize("schema", [{"properties": ["a"]}, {"properties": {"a": {}}, "required": True}])
-def test_arguments_between_tags_need_an_object_of_properties(schema):
+def test_tagged_arguments_require_object_schema(schema):
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     with pytest.raises(ApiError, match="tool_choice: parameters of the function 'f' must have an object `properties`"):
         matcher_of({"tools": tools, "tool_choice": "required"}, CODER)
@@ -166,7 +166,7 @@ THINKING = "<think></think>"
     ],
     ids=["open", "possible", "closed", "none"],
 )
-def test_a_thought_stands_before_the_form(prompt, template, accepted, refused):
+def test_thought_precedes_constrained_response(prompt, template, accepted, refused):
     matcher = matcher_of({"response_format": {"type": "json_object"}}, template, prompt)
     assert [text for text in accepted if not accepts(matcher, text)] == []
     assert [text for text in refused if accepts(matcher, text)] == []
@@ -175,7 +175,7 @@ def test_a_thought_stands_before_the_form(prompt, template, accepted, refused):
 # The endpoint, by the official client
 
 
-async def test_parse_of_the_official_client_gives_objects(chat_client):
+async def test_official_client_parse_returns_objects(chat_client):
     """Whole and streamed; a random model needs many samples for answers that end in time."""
     complete = 0
     for seed in range(4):
@@ -211,7 +211,7 @@ def _format(model: type[BaseModel]) -> Any:
     }
 
 
-async def test_required_calls_and_named_functions(tool_engine, tool_model):
+async def test_required_and_named_tool_choices_force_call(tool_engine, tool_model):
     """A model that has learned other things calls what it must, with arguments of the schema."""
     async with serving(tool_engine, tool_model) as server, client_of(server) as client:
         for stream in (False, True):
@@ -304,13 +304,13 @@ async def test_required_calls_and_named_functions(tool_engine, tool_model):
     ],
     ids=lambda value: None,
 )
-async def test_wrong_forms_are_refused_with_their_reason(chat_client, wrong, param, says):
+async def test_invalid_response_format_error_names_reason(chat_client, wrong, param, says):
     with pytest.raises(openai.BadRequestError, match=says) as raised:
         await chat_client.chat.completions.create(**({"model": "tiny", "messages": HELLO, "max_tokens": 4} | wrong))
     assert raised.value.param == param
 
 
-async def test_an_engine_that_cannot_is_named_with_its_reason(chat_engine, chat_model, monkeypatch):
+async def test_engine_without_constraints_error_names_reason(chat_engine, chat_model, monkeypatch):
     described = await chat_engine.describe()
     features = ("json_schema", "grammar", "penalties", "logit_bias", "top_log_probs", "prompt_top_log_probs")
     info = described.__class__(**(vars(described) | {"unsupported": dict.fromkeys(features, "no such thing")}))
@@ -335,7 +335,7 @@ async def test_an_engine_that_cannot_is_named_with_its_reason(chat_engine, chat_
 # Log-probs and the rest
 
 
-async def test_likeliest_tokens_in_answers_and_prompts(chat_client):
+async def test_top_log_probs_of_responses_and_prompts(chat_client):
     """Likeliest tokens in chat, in completions and streamed; with echo those of the prompt, as evaluations of choices
     read them."""
     chat = await chat_client.chat.completions.create(
@@ -373,7 +373,7 @@ async def test_likeliest_tokens_in_answers_and_prompts(chat_client):
     assert scored.top_logprobs == asked.top_logprobs[:3]
 
 
-async def test_penalties_and_biases_reach_the_engine(chat_client):
+async def test_penalties_and_biases_reach_engine(chat_client):
     asked: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 40, "temperature": 0}
     biased = await chat_client.chat.completions.create(**asked, logit_bias={"44": 100})
     assert set(biased.choices[0].message.content) == {"H"}
@@ -403,5 +403,5 @@ async def test_penalties_and_biases_reach_the_engine(chat_client):
         ("plain", None, {}),
     ],
 )
-def test_reasoning_effort_sets_what_the_template_reads(source, effort, kwargs):
-    assert EndpointTemplate(build_character_tokenizer(source)).kwargs_of_effort(effort) == kwargs
+def test_reasoning_effort_sets_template_variables(source, effort, kwargs):
+    assert EndpointTemplate(build_character_tokenizer(source)).get_effort_kwargs(effort) == kwargs

@@ -6,8 +6,8 @@ import anthropic
 import httpx
 import pytest
 
-from skyrl_train.endpoint.anthropic_api.schema import MessagesRequest, parsed
-from skyrl_train.endpoint.anthropic_api.translation import chat_request
+from skyrl_train.endpoint.anthropic_api.schema import MessagesRequest, parse_request
+from skyrl_train.endpoint.anthropic_api.translation import convert_request
 from skyrl_train.endpoint.recorder import RequestRecorder
 
 from .conftest import serving
@@ -44,7 +44,7 @@ async def run_agent(client, streams: bool, **settings):
 
 @pytest.mark.parametrize("opened", [False, True], ids=["thought in the answer", "thought opened by the prompt"])
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-async def test_a_conversation_with_thoughts_and_parallel_tools_is_one_row_of_the_drawn_tokens(streams, opened):
+async def test_thoughts_and_parallel_tools_form_single_row(streams, opened):
     recorder = RequestRecorder()
     async with scripted(recorder=recorder, chat_template_kwargs={"thinks": opened}) as server:
         async with client_for(server, api_key=server.session_key("s")) as client:
@@ -76,12 +76,12 @@ async def test_a_conversation_with_thoughts_and_parallel_tools_is_one_row_of_the
     ("asked", "drawn"),
     [({"top_p": 0, "top_k": 5}, (None, 1)), ({"top_p": 0.5, "top_k": 5}, (0.5, 5)), ({"top_k": 0}, (None, None))],
 )
-def test_a_top_p_of_0_draws_the_likeliest_token_and_a_top_k_of_0_is_off(asked, drawn):
-    request = chat_request(parsed(MessagesRequest, json.dumps(ASK | asked).encode()))
+def test_top_p_0_is_greedy_and_top_k_0_is_disabled(asked, drawn):
+    request = convert_request(parse_request(MessagesRequest, json.dumps(ASK | asked).encode()))
     assert (request.top_p, request.top_k) == drawn
 
 
-async def test_events_of_a_stream_are_those_of_the_original_in_their_order():
+async def test_stream_events_match_original_api():
     async with scripted() as server, httpx.AsyncClient() as plain:
         asked = ASK | {"stream": True}
         async with plain.stream("POST", root_url(server) + "/v1/messages", json=asked) as answer:
@@ -115,7 +115,7 @@ async def test_events_of_a_stream_are_those_of_the_original_in_their_order():
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
-async def test_ends_of_an_answer_have_the_original_names():
+async def test_stop_reasons_match_original_api():
     async with scripted(always("one two three"), max_model_len=60) as server, client_for(server) as client:
         bare = {"model": "tiny", "max_tokens": 400, "messages": [{"role": "user", "content": "?"}]}
 
@@ -158,7 +158,7 @@ async def test_system_prompts_prefills_and_counts():
         assert [model.id async for model in models] == ["tiny"]
 
 
-async def test_a_thought_that_is_not_shown_comes_back_by_its_signature():
+async def test_hidden_thought_is_restored_by_signature():
     recorder = RequestRecorder()
     async with scripted(recorder=recorder) as server:
         async with client_for(server, base_url=root_url(server) + "/s/hidden") as client:
@@ -171,7 +171,7 @@ async def test_a_thought_that_is_not_shown_comes_back_by_its_signature():
     assert one_row(recorder, "hidden")[0] == [f"<think>{FIRST}<end>", f"<think>{SECOND}<end>", f"{ANSWERS[2]}<end>"]
 
 
-async def test_a_conversation_may_go_on_by_another_protocol():
+async def test_conversation_continues_over_other_protocol():
     recorder = RequestRecorder()
     async with scripted(recorder=recorder) as server, client_for(server, api_key=server.session_key("s")) as client:
         first = await client.messages.create(**ASK)
@@ -204,7 +204,7 @@ async def test_a_conversation_may_go_on_by_another_protocol():
     assert one_row(recorder, "s")[0] == [f"<think>{FIRST}<end>", f"<think>{SECOND}<end>"]
 
 
-async def test_errors_of_keys_limits_and_engines_are_the_originals(chat_engine, chat_model):
+async def test_errors_match_original_api(chat_engine, chat_model):
     async with serving(chat_engine, chat_model, api_key="secret", max_requests=0) as server:
         async with client_for(server) as client:
             with pytest.raises(anthropic.AuthenticationError) as raised:
@@ -223,7 +223,7 @@ async def test_errors_of_keys_limits_and_engines_are_the_originals(chat_engine, 
                 await client.messages.create(**ASK)
 
 
-async def test_a_failure_before_and_within_a_stream():
+async def test_failure_before_and_during_stream():
     async with scripted(always("y" * 100)) as server, client_for(server) as client:
         break_streams(server, 30)
         settings = {"model": "tiny", "max_tokens": 90, "stream": True}

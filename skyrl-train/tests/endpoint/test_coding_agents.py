@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from skyrl_train.endpoint.recorder import RequestRecorder, goes_on_from
+from skyrl_train.endpoint.recorder import RequestRecorder, is_continuation
 from skyrl_train.endpoint.server import EndpointServer
 from skyrl_train_testing.scripted_engine import PromptScriptEngine
 
@@ -66,7 +66,7 @@ async def run(program: list[str], folder: Path, environment: dict[str, str]) -> 
 
 @pytest.mark.full
 @pytest.mark.parametrize("agent", ["claude", "codex"])
-async def test_a_coding_agent_works_unchanged_and_is_recorded_as_one_chain(agent, tmp_path, test_data):
+async def test_unmodified_coding_agent_is_recorded_as_single_chain(agent, tmp_path, test_data):
     if shutil.which(agent) is None:
         pytest.skip(f"{agent} is not installed")
     tokenizer = AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen2.5")
@@ -98,5 +98,5 @@ async def test_a_coding_agent_works_unchanged_and_is_recorded_as_one_chain(agent
     assert "Done." in output
     assert [(tmp_path / "work" / f"{name}.txt").read_text() for name in ("one", "two")] == ["hi\n", "hi\n"]
     first, second = recorder.take("job")
-    assert goes_on_from(second, first)
+    assert is_continuation(second, first)
     assert tokenizer.decode(second.response_ids) == "<think>\nBoth are written.\n</think>\n\nDone.<|im_end|>"

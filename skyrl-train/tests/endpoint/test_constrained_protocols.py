@@ -16,13 +16,13 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 
 def by_messages(**fields) -> ChatRequest:
     body = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "?"}]} | fields
-    return of_messages.chat_request(messages.parsed(messages.MessagesRequest, json.dumps(body).encode()))
+    return of_messages.convert_request(messages.parse_request(messages.MessagesRequest, json.dumps(body).encode()))
 
 
 def by_responses(**fields) -> ChatRequest:
     raw = json.dumps({"model": "tiny", "input": "?"} | fields).encode()
-    request = responses_schema.parsed_responses(raw)
-    return responses_translation.chat_request(request, [{"role": "user", "content": "?"}])
+    request = responses_schema.parse_responses_request(raw)
+    return responses_translation.convert_request(request, [{"role": "user", "content": "?"}])
 
 
 @pytest.mark.parametrize(
@@ -36,21 +36,21 @@ def by_responses(**fields) -> ChatRequest:
     ],
     ids=str,
 )
-def test_tool_choice_of_messages(choice, expected):
+def test_anthropic_tool_choice_is_translated(choice, expected):
     chat = by_messages(tools=[{"name": "add", "input_schema": SCHEMA}], tool_choice=choice)
     assert (chat.tool_choice, chat.parallel_tool_calls) == expected
     assert [tool.model_dump() for tool in chat.tools or []] == [ADD]
 
 
 @pytest.mark.parametrize("choice, expected", [("required", "required"), ({"type": "function", "name": "add"}, NAMED)])
-def test_tool_choice_of_responses(choice, expected):
+def test_responses_tool_choice_is_translated(choice, expected):
     tool = {"type": "function", "name": "add", "parameters": SCHEMA}
     chat = by_responses(tools=[tool], tool_choice=choice, parallel_tool_calls=False)
     assert (chat.tool_choice, chat.parallel_tool_calls) == (expected, False)
     assert [tool.model_dump() for tool in chat.tools or []] == [ADD]
 
 
-def test_schemas_of_answers():
+def test_response_schemas_are_translated():
     chat = by_messages(output_config={"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "high"})
     assert chat.response_format["json_schema"]["schema"] == SCHEMA
     assert chat.chat_template_kwargs == {"reasoning_effort": "high"}
@@ -63,7 +63,7 @@ def test_schemas_of_answers():
 
 
 @pytest.mark.parametrize("given, thinks", [("enabled", True), ("adaptive", True), ("disabled", False)])
-def test_thinking_of_messages_is_the_templates(given, thinks):
+def test_anthropic_thinking_sets_template_variable(given, thinks):
     budget = {"budget_tokens": 1024} if given == "enabled" else {}
     chat = by_messages(thinking={"type": given, **budget}, max_tokens=2000)
     assert chat.chat_template_kwargs == {"enable_thinking": thinks}

@@ -37,7 +37,7 @@ def memory(template):
     return memory
 
 
-def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(template, memory):
+def test_conversation_continues_from_sampled_tokens(template, memory):
     messages = history({"a": 2, "b": 3})
     text = template.render(messages, OPTIONS)
     ids = memory.find_prompt("s", messages, text, OPTIONS)
@@ -50,7 +50,7 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(template, memory
     assert ids[: len(template.encode(prompt + WRITTEN))] == template.encode(prompt + WRITTEN)
 
 
-def test_a_conversation_goes_on_behind_an_empty_answer(template):
+def test_conversation_continues_after_empty_completion(template):
     memory, options = ConversationMemory(template), ChatOptions()
     prompt = template.render(ASKED, options)
     memory.remember("s", 1, prompt, template.encode(prompt), [(Said.of({"role": "assistant", "content": ""}), [])])
@@ -62,26 +62,26 @@ def test_a_conversation_goes_on_behind_an_empty_answer(template):
 
 
 @pytest.mark.parametrize("session, arguments", [("s", {"a": 2, "b": 4}), ("another", {"a": 2, "b": 3})])
-def test_a_conversation_is_rendered_where_the_answer_is_another(template, memory, session, arguments):
+def test_changed_response_is_rendered_again(template, memory, session, arguments):
     messages = history(arguments)
     assert memory.find_prompt(session, messages, template.render(messages, OPTIONS), OPTIONS) is None
 
 
-def test_a_conversation_is_rendered_where_earlier_messages_changed(template, memory):
+def test_changed_earlier_messages_are_rendered_again(template, memory):
     messages = [{"role": "user", "content": "2+4?"}, *history({"a": 2, "b": 3})[1:]]
     assert memory.find_prompt("s", messages, template.render(messages, OPTIONS), OPTIONS) is None
 
 
-def test_sessions_that_were_silent_longest_are_forgotten(template):
+def test_least_recently_used_sessions_are_evicted(template):
     memory = ConversationMemory(template, max_tokens=250)
     for session in ("a", "b", "c"):
         memory.remember(session, 1, "", list(range(90)), [(Said.of({"role": "assistant", "content": "x"}), [1, 2])])
     conversation = [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]
-    assert [memory.may_know(session, conversation) for session in ("a", "b", "c")] == [False, True, True]
+    assert [memory.has_candidate(session, conversation) for session in ("a", "b", "c")] == [False, True, True]
 
 
 @pytest.mark.parametrize("name, keeps_thoughts", [("qwen3_with_thinking", True), ("qwen3_without_thinking", False)])
-def test_a_template_that_drops_thoughts_decides_what_the_model_reads(template, name, keeps_thoughts):
+def test_template_may_drop_thoughts_of_earlier_turns(template, name, keeps_thoughts):
     thinking = EndpointTemplate(template.tokenizer, CUSTOM_CHAT_TEMPLATES[name])
     memory, options = ConversationMemory(thinking), ChatOptions()
     written = "<think>two and three</think>Five.<|im_end|>"

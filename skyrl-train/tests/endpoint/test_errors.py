@@ -18,13 +18,13 @@ from .conftest import client_of, engine_of, serving
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-async def test_another_model_is_not_found(chat_client):
+async def test_unknown_model_returns_not_found(chat_client):
     with pytest.raises(openai.NotFoundError, match="served: tiny") as raised:
         await chat_client.chat.completions.create(model="gpt-4", messages=HELLO)
     assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
 
 
-async def test_a_prompt_that_fills_the_context_is_refused(chat_client):
+async def test_prompt_filling_context_is_rejected(chat_client):
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match="maximum context length is 256") as raised:
             await chat_client.completions.create(model="tiny", prompt="a" * 256, stream=stream)
@@ -51,7 +51,7 @@ async def test_a_prompt_that_fills_the_context_is_refused(chat_client):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-async def test_unsupported_fields_are_refused_by_name(chat_client, wrong, param, says):
+async def test_unsupported_fields_are_rejected_by_name(chat_client, wrong, param, says):
     with pytest.raises(openai.BadRequestError, match=says) as raised:
         await chat_client.chat.completions.create(**({"model": "tiny", "messages": HELLO, "max_tokens": 4} | wrong))
     assert raised.value.param == param
@@ -77,7 +77,7 @@ async def test_fields_with_neutral_values_are_accepted(chat_client):
     assert answer.usage.completion_tokens <= 2
 
 
-async def test_a_body_that_is_no_json_or_too_large_or_a_route_that_is_none(chat_engine, chat_model):
+async def test_invalid_json_large_body_and_unknown_route_are_rejected(chat_engine, chat_model):
     async with serving(chat_engine, chat_model) as server, httpx.AsyncClient(base_url=server.url) as client:
         for body, says in [(b"{", "not valid JSON"), (b"[]", "JSON object"), (b"", "empty")]:
             answer = await client.post("/chat/completions", content=body)
@@ -106,7 +106,7 @@ HUGE = b"1" + b"0" * 30
     ],
     ids=["lone surrogate", "deep", "allowed depth", "max_tokens", "top_k", "stop_token_ids", "NaN"],
 )
-async def test_a_body_beyond_json_or_range_is_a_client_error(chat_engine, chat_model, content, more, says):
+async def test_non_json_values_and_huge_numbers_are_client_errors(chat_engine, chat_model, content, more, says):
     body = b'{"model": "tiny", "messages": [{"role": "user", "content": ' + content + b"}]" + more + b"}"
     async with serving(chat_engine, chat_model) as server, httpx.AsyncClient(base_url=server.url) as client:
         answer = await client.post("/chat/completions", content=body)
@@ -114,14 +114,14 @@ async def test_a_body_beyond_json_or_range_is_a_client_error(chat_engine, chat_m
     assert says is None or re.search(says, answer.json()["error"]["message"])
 
 
-async def test_sessions_of_header_and_body_must_agree(chat_client):
+async def test_session_ids_of_header_and_body_must_match(chat_client):
     with pytest.raises(openai.BadRequestError, match="differ"):
         await chat_client.chat.completions.create(
             model="tiny", messages=HELLO, extra_headers={"X-Session-ID": "a"}, extra_body={"session_id": "b"}
         )
 
 
-async def test_a_key_is_asked_for_where_one_is_set(chat_engine, chat_model):
+async def test_key_is_required_when_configured(chat_engine, chat_model):
     async with serving(chat_engine, chat_model, api_key="secret") as server:
         async with client_of(server) as client:
             with pytest.raises(openai.AuthenticationError):
@@ -134,7 +134,7 @@ async def test_a_key_is_asked_for_where_one_is_set(chat_engine, chat_model):
         assert [answer.status_code for answer in answers] == [401, 401, 401, 401, 200, 200]
 
 
-async def test_one_request_asks_for_a_bounded_number_of_answers(chat_client):
+async def test_choices_per_request_are_bounded(chat_client):
     for asked in ({"prompt": ["a"] * (MAX_ANSWERS + 1)}, {"prompt": ["a"] * 17, "n": 128}):
         with pytest.raises(openai.BadRequestError, match="Divide them among several requests") as raised:
             await chat_client.completions.create(model="tiny", max_tokens=1, **asked)
@@ -142,7 +142,7 @@ async def test_one_request_asks_for_a_bounded_number_of_answers(chat_client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_requests_beyond_the_limit_are_sent_back_until_others_have_ended(chat_engine, chat_model, stream):
+async def test_requests_above_limit_are_rejected_until_others_end(chat_engine, chat_model, stream):
     async with serving(chat_engine, chat_model, max_requests=4) as server, client_of(server) as client:
         await chat_engine.pause_generation("keep")
         waiting = asyncio.create_task(client.completions.create(model="tiny", prompt=["a", "b", "c"], max_tokens=2))
@@ -163,7 +163,7 @@ async def test_requests_beyond_the_limit_are_sent_back_until_others_have_ended(c
         assert server.frontend._num_under_way == 0
 
 
-async def test_a_request_that_takes_too_long_is_a_timeout(chat_engine, chat_model):
+async def test_overdue_request_returns_timeout(chat_engine, chat_model):
     async with (
         serving(chat_engine, chat_model, request_timeout_seconds=0.2) as server,
         client_of(server) as client,
@@ -177,7 +177,7 @@ async def test_a_request_that_takes_too_long_is_a_timeout(chat_engine, chat_mode
     assert (raised.value.status_code, raised.value.code) == (504, "timeout")
 
 
-async def test_an_aborted_request_may_be_sent_again(chat_engine, chat_model):
+async def test_aborted_request_is_retriable(chat_engine, chat_model):
     async with serving(chat_engine, chat_model) as server, client_of(server, max_retries=2) as client:
         await chat_engine.pause_generation("keep")
         waiting = asyncio.create_task(client.completions.create(model="tiny", prompt="abc", max_tokens=3))
@@ -189,7 +189,7 @@ async def test_an_aborted_request_may_be_sent_again(chat_engine, chat_model):
         assert (await waiting).usage.completion_tokens <= 3
 
 
-async def test_a_dead_engine_is_a_503_without_our_insides(chat_model):
+async def test_crashed_engine_returns_503_without_internals(chat_model):
     engine = engine_of(chat_model)
     async with serving(engine, chat_model) as server, client_of(server) as client:
         await client.models.list()
@@ -203,7 +203,7 @@ async def test_a_dead_engine_is_a_503_without_our_insides(chat_model):
             assert (await plain.get(server.url.replace("/v1", "/health"))).status_code == 503
 
 
-async def test_a_taken_port_and_a_strange_host_are_wrong_settings(chat_engine, chat_model):
+async def test_port_in_use_and_unknown_host_raise_config_error(chat_engine, chat_model):
     async with serving(chat_engine, chat_model) as server:
         port = int(server.url.split(":")[2].removesuffix("/v1"))
         tokenizer = load_tokenizer(chat_model, False)

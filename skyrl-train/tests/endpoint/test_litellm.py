@@ -20,7 +20,7 @@ async def settings(tool_engine, tool_model):
         yield dict(model="openai/tiny", api_base=server.url, api_key="any", num_retries=0, temperature=0, max_tokens=80)
 
 
-async def test_tool_calls_and_ids_come_through(settings):
+async def test_tool_calls_and_token_ids_are_returned(settings):
     answer = await litellm.acompletion(
         messages=[QUESTION], tools=[ADD], extra_body={"return_token_ids": True}, logprobs=True, **settings
     )
@@ -32,7 +32,7 @@ async def test_tool_calls_and_ids_come_through(settings):
     assert len(choice.provider_specific_fields["token_ids"]) == answer.usage.completion_tokens
 
 
-async def test_a_stream_is_put_together(settings):
+async def test_stream_chunks_are_combined(settings):
     whole = await litellm.acompletion(messages=[QUESTION], **settings)
     stream = await litellm.acompletion(messages=[QUESTION], stream=True, **settings)
     chunks = [chunk async for chunk in stream]
@@ -42,7 +42,7 @@ async def test_a_stream_is_put_together(settings):
     assert built.choices[0].message.tool_calls[0].function.name == "add"
 
 
-async def test_errors_have_their_own_classes(settings):
+async def test_errors_map_to_litellm_classes(settings):
     with pytest.raises(litellm.NotFoundError):
         await litellm.acompletion(messages=[QUESTION], **(settings | {"model": "openai/gpt-4"}))
     with pytest.raises(litellm.ContextWindowExceededError):

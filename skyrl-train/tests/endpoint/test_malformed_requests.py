@@ -300,7 +300,7 @@ def is_error_of(protocol: str, answer: httpx.Response, status: int, kind: str) -
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_malformed_requests_are_refused_as_the_original_does(protocol):
+async def test_malformed_request_errors_match_original_api(protocol):
     path, good, changes = PROTOCOLS[protocol]
     rows = [(good | change, says) for change, says in changes] + NO_JSON
     assert len(rows) >= 60

@@ -15,9 +15,7 @@ def rendered(model: str, messages) -> list[int]:
     return load_tokenizer(model, False).apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
 
-async def test_a_chat_answer_is_what_the_engine_writes_behind_the_rendered_messages(
-    chat_client, chat_engine, chat_model
-):
+async def test_chat_response_equals_completion_of_rendered_messages(chat_client, chat_engine, chat_model):
     answer = await chat_client.chat.completions.create(
         model="tiny", messages=HELLO, max_completion_tokens=9, temperature=0.0, extra_body={"return_token_ids": True}
     )
@@ -37,7 +35,7 @@ async def test_a_chat_answer_is_what_the_engine_writes_behind_the_rendered_messa
     assert answer.id.startswith("chatcmpl-")
 
 
-async def test_choices_draw_from_one_seed_each_its_own(chat_client, chat_engine, chat_model):
+async def test_choices_use_distinct_streams_of_seed(chat_client, chat_engine, chat_model):
     answer = await chat_client.chat.completions.create(
         model="tiny", messages=HELLO, n=3, seed=11, max_tokens=12, extra_body={"return_token_ids": True}
     )
@@ -51,7 +49,7 @@ async def test_choices_draw_from_one_seed_each_its_own(chat_client, chat_engine,
     assert answer.usage.completion_tokens == sum(map(len, expected["response_ids"]))
 
 
-async def test_chat_log_probs_are_the_engines(chat_client, chat_engine, chat_model):
+async def test_chat_log_probs_equal_engine(chat_client, chat_engine, chat_model):
     answer = await chat_client.chat.completions.create(
         model="tiny", messages=HELLO, logprobs=True, seed=3, max_tokens=6, temperature=0.7
     )
@@ -72,7 +70,7 @@ async def test_chat_log_probs_are_the_engines(chat_client, chat_engine, chat_mod
     [("ab", 1), (["ab", "c"], 2), ([36, 37], 1), ([[36, 37], [38]], 2)],
     ids=["text", "texts", "ids", "lists of ids"],
 )
-async def test_completions_take_prompts_as_texts_and_as_ids(chat_client, chat_engine, prompt, num_prompts):
+async def test_completions_accept_text_and_token_id_prompts(chat_client, chat_engine, prompt, num_prompts):
     answer = await chat_client.completions.create(
         model="tiny", prompt=prompt, n=2, max_tokens=4, seed=1, extra_body={"return_token_ids": True}
     )
@@ -90,7 +88,7 @@ async def test_completions_take_prompts_as_texts_and_as_ids(chat_client, chat_en
     assert answer.usage.prompt_tokens == sum(map(len, ids))
 
 
-async def test_echo_scores_the_prompt(chat_client, chat_engine):
+async def test_echo_scores_prompt(chat_client, chat_engine):
     answer = await chat_client.completions.create(model="tiny", prompt="abc", echo=True, logprobs=0, max_tokens=0)
     [choice] = answer.choices
     expected = await chat_engine.generate_batch(
@@ -104,7 +102,7 @@ async def test_echo_scores_the_prompt(chat_client, chat_engine):
     assert (answer.usage.completion_tokens, choice.finish_reason) == (0, "length")
 
 
-async def test_a_stop_text_ends_the_answer_and_is_not_in_it(chat_client):
+async def test_stop_text_ends_response_and_is_excluded(chat_client):
     settings = dict(model="tiny", prompt="abc", seed=8, max_tokens=40)
     body = {"ignore_eos": True, "return_token_ids": True}
     [plain] = (await chat_client.completions.create(**settings, extra_body=body)).choices
@@ -118,7 +116,7 @@ async def test_a_stop_text_ends_the_answer_and_is_not_in_it(chat_client):
     assert (kept.text, kept.token_ids) == (plain.text[:13], choice.token_ids)
 
 
-async def test_response_without_max_tokens_may_fill_the_context(chat_client):
+async def test_response_without_max_tokens_may_fill_context(chat_client):
     answer = await chat_client.completions.create(
         model="tiny", prompt="abc", temperature=0, extra_body={"ignore_eos": True}
     )
@@ -129,7 +127,7 @@ async def test_response_without_max_tokens_may_fill_the_context(chat_client):
     assert longer.choices[0].text == answer.choices[0].text
 
 
-async def test_minus_infinity_is_a_number_json_has(chat_client):
+async def test_minus_infinity_log_prob_is_finite_in_json(chat_client):
     """A forbidden token cannot be drawn, so no such log-prob comes from an engine; it comes from scored prompts at low
     temperatures."""
     answer = await chat_client.completions.create(
@@ -138,7 +136,7 @@ async def test_minus_infinity_is_a_number_json_has(chat_client):
     assert all(math.isfinite(value) and value >= -9999 for value in answer.choices[0].logprobs.token_logprobs[1:])
 
 
-async def test_a_tool_call_of_the_model_reaches_the_client_as_one(tool_engine, tool_model):
+async def test_tool_call_is_returned_to_client(tool_engine, tool_model):
     async with serving(tool_engine, tool_model) as server, client_of(server) as client:
         answer = await client.chat.completions.create(
             model="tiny", messages=[QUESTION], tools=[ADD], temperature=0, max_tokens=80
@@ -158,7 +156,7 @@ async def test_a_tool_call_of_the_model_reaches_the_client_as_one(tool_engine, t
         assert cut.choices[0].finish_reason == "length"
 
 
-async def test_the_synchronous_client_lists_models_and_converts(chat_engine, chat_model):
+async def test_synchronous_client_lists_models_and_tokenizes(chat_engine, chat_model):
     async with serving(chat_engine, chat_model) as server:
         models = await in_thread(server, lambda client: list(client.models.list()))
         assert [(model.id, model.max_model_len) for model in models] == [("tiny", 256)]
@@ -174,7 +172,7 @@ async def test_the_synchronous_client_lists_models_and_converts(chat_engine, cha
         assert text == {"prompt": "<start>user:Hello<end><start>assistant:"}
 
 
-async def test_an_answer_can_be_continued(chat_client, chat_model, chat_engine):
+async def test_continue_final_message_extends_response(chat_client, chat_model, chat_engine):
     messages = [*HELLO, {"role": "assistant", "content": "Hi, I"}]
     answer = await chat_client.chat.completions.create(
         model="tiny",
@@ -186,7 +184,7 @@ async def test_an_answer_can_be_continued(chat_client, chat_model, chat_engine):
     assert load_tokenizer(chat_model, False).decode(answer.prompt_token_ids).endswith("<start>assistant:Hi, I")
 
 
-async def test_settings_of_sampling_stand_in_where_a_request_names_none(chat_engine, chat_model):
+async def test_sampling_settings_are_defaults_for_requests(chat_engine, chat_model):
     async with (
         serving(chat_engine, chat_model, sampling_defaults={"temperature": 0.0}) as server,
         client_of(server) as client,

@@ -37,7 +37,7 @@ def results_of(response) -> list[dict]:
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("keeps", ["items", "encrypted", "server"])
-async def test_a_conversation_with_reasoning_and_parallel_tools_is_one_row_of_the_drawn_tokens(streams, keeps):
+async def test_reasoning_and_parallel_tools_form_single_row(streams, keeps):
     recorder = RequestRecorder()
     async with (
         scripted(recorder=recorder) as server,
@@ -72,7 +72,7 @@ async def test_a_conversation_with_reasoning_and_parallel_tools_is_one_row_of_th
     assert one_row(recorder, "s")[0] == DRAWN
 
 
-async def test_events_of_a_stream_are_those_of_the_original_in_their_order():
+async def test_stream_events_match_original_api():
     async with scripted() as server, client_of(server) as client:
         stream = await client.responses.create(**ASK, input="2+3?", stream=True)
         events = [event async for event in stream]
@@ -99,7 +99,7 @@ async def test_events_of_a_stream_are_those_of_the_original_in_their_order():
         assert text == (item.arguments if item.type == "function_call" else item.content[0].text)
 
 
-async def test_an_answer_that_is_cut_off_is_incomplete():
+async def test_truncated_response_is_incomplete():
     async with scripted(always("<think>one two three four")) as server, client_of(server) as client:
         asked = {"model": "tiny", "input": "?", "max_output_tokens": 16}
         whole = await client.responses.create(**asked)
@@ -110,7 +110,7 @@ async def test_an_answer_that_is_cut_off_is_incomplete():
             assert [(item.type, item.status) for item in response.output] == [("reasoning", "incomplete")]
 
 
-async def test_instructions_come_first_and_are_those_of_the_request():
+async def test_instructions_precede_input_and_are_per_request():
     async with scripted(always("x")) as server, client_of(server) as client:
         engine = server.frontend.engine
         parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
@@ -130,7 +130,7 @@ async def test_instructions_come_first_and_are_those_of_the_request():
         )
 
 
-async def test_a_custom_tool_takes_a_text():
+async def test_custom_tool_receives_text():
     call = '<tool_call>{"name": "patch", "arguments": {"input": "*** Begin"}}</tool_call>'
     custom = {"type": "custom", "name": "patch", "format": {"type": "text"}}
     async with scripted(always(call)) as server, client_of(server) as client:
@@ -145,7 +145,7 @@ async def test_a_custom_tool_takes_a_text():
         assert again.status == "completed"
 
 
-async def test_tools_of_a_namespace_are_called_by_both_names():
+async def test_namespaced_tools_are_called_by_both_names():
     call = '<tool_call>{"name": "maths__add", "arguments": {"a": 1}}</tool_call>'
     space = {"type": "namespace", "name": "maths", "description": "Numbers", "tools": [ADD]}
     recorder = RequestRecorder()
@@ -162,7 +162,7 @@ async def test_tools_of_a_namespace_are_called_by_both_names():
     assert one_row(recorder, "s")[0] == [f"{call}<end>", f"{call}<end>"]
 
 
-async def test_stored_responses_are_their_sessions_and_may_be_deleted():
+async def test_stored_responses_belong_to_session_and_are_deletable():
     async with scripted(always("x")) as server, client_of(server, api_key=server.session_key("a")) as client:
         stored = await client.responses.create(model="tiny", input="c")
         assert (await client.responses.retrieve(stored.id)).output_text == "x"
@@ -178,18 +178,18 @@ async def test_stored_responses_are_their_sessions_and_may_be_deleted():
                 await client.responses.retrieve(name)
 
 
-def test_the_store_drops_the_oldest_responses_when_it_is_full():
+def test_full_store_evicts_oldest_responses():
     store = ResponseStore(max_bytes=400)
     for name in ("a", "b", "c"):
         store.keep({"id": name}, [{"role": "user", "content": "x" * 100}], None)
-    assert store.items("c", None)
+    assert store.get_items("c", None)
     with pytest.raises(Exception, match="not found"):
-        store.items("a", None)
+        store.get_items("a", None)
     store.delete("b", None)
     assert store._num_bytes == store._stored["c"].num_bytes
 
 
-async def test_a_failure_within_a_stream_is_its_last_event():
+async def test_failure_during_stream_is_last_event():
     async with scripted(always("y" * 100)) as server, client_of(server) as client:
         break_streams(server, 50)
         stream = await client.responses.create(model="tiny", input="?", stream=True)

@@ -34,64 +34,64 @@ def taken(*turns: RecordedTurn) -> list[list[int]]:
     return [each.response_ids for each in recorder.take("s")]
 
 
-def test_a_repeated_request_takes_the_place_of_an_answer_that_nobody_used():
+def test_repeated_request_replaces_unused_response():
     lost, again = turn([1], [2], 0), turn([1], [3], 5)
     assert taken(lost, again) == [[3]]
     assert taken(lost, again, turn([1, 3, 9], [4], 10)) == [[3], [4]]
 
 
-def test_an_answer_that_was_used_stays_though_its_request_came_again():
+def test_used_response_stays_when_request_is_repeated():
     assert taken(turn([1], [2], 0), turn([1, 2, 9], [4], 5), turn([1], [3], 10)) == [[2], [4], [3]]
 
 
-def test_equal_requests_at_the_same_time_are_no_repeats():
+def test_concurrent_equal_requests_are_not_repeats():
     assert taken(turn([1], [2], 0), turn([1], [3], 0.5)) == [[2], [3]]
 
 
-def test_two_conversations_of_one_session_stand_one_after_the_other():
+def test_conversations_of_session_are_listed_in_sequence():
     a, b = turn([1], [2], 0), turn([7], [8], 2)
     assert taken(a, b, turn([1, 2, 0], [3], 4), turn([7, 8, 0], [9], 6)) == [[2], [3], [8], [9]]
 
 
-def test_first_of_two_continuations_stands_behind_its_turn():
+def test_first_of_two_continuations_follows_parent_turn():
     assert taken(turn([1], [2], 0), turn([1, 2, 5], [6], 2), turn([1, 2, 7], [8], 4)) == [[2], [6], [8]]
 
 
-def test_a_session_is_forgotten_once_taken_and_others_when_memory_is_full():
+def test_sessions_are_removed_when_taken_or_memory_is_full():
     size = RequestRecorder()
     size.record("a", [turn([1, 2, 3], [4], 0)])
     recorder = RequestRecorder(max_bytes=int(2.5 * size.num_bytes))
     for name in ("a", "b", "c"):
         recorder.record(name, [turn([1, 2, 3], [4], 0)])
-    assert recorder.sessions() == ["b", "c"]
+    assert recorder.list_sessions() == ["b", "c"]
     assert recorder.num_dropped_sessions == 1
     assert len(recorder.take("b")) == 1
     assert recorder.take("b") == []
     recorder.record("d", [turn([1, 2, 3], [4], 0)])
-    assert recorder.sessions() == ["c", "d"]
+    assert recorder.list_sessions() == ["c", "d"]
     recorder.begin("c", SessionRules())  # anew
     recorder.take("d")
-    assert (recorder.sessions(), recorder.num_bytes) == ([], 0)
+    assert (recorder.list_sessions(), recorder.num_bytes) == ([], 0)
 
 
-async def test_sessions_that_wait_for_their_first_turn_are_not_dropped_for_memory():
+async def test_sessions_without_turns_are_not_evicted():
     recorder = RequestRecorder(max_bytes=1, begun_only=True)
     for name in ("waits", "a", "b"):
         recorder.begin(name, SessionRules())
     for name in ("a", "b"):
         recorder.record(name, [turn([1, 2, 3], [4], 0)])
-    assert recorder.sessions() == ["b"]
+    assert recorder.list_sessions() == ["b"]
     assert (await recorder.admit("waits")).max_tokens is None
 
 
-async def test_a_session_has_a_budget_of_turns_and_of_tokens():
+async def test_session_has_turn_and_token_budgets():
     recorder = RequestRecorder()
     recorder.begin("turns", SessionRules(max_turns=2, max_tokens_per_turn=5, seed_of_turn=lambda turn: 70 + turn))
     admissions = [await recorder.admit("turns", most=most) for most in (None, 3)]
     assert [(admission.seeds, admission.max_tokens) for admission in admissions] == [((70,), 5), ((71,), 3)]
     rules = SessionRules(max_tokens=3, sampling={"temperature": 1.0}, ignored=("top_k",))
     recorder.begin("tokens", rules)
-    assert rules.keywords({"top_k": 5, "top_p": 0.5}) == {"top_p": 0.5, "temperature": 1.0}
+    assert rules.build_keywords({"top_k": 5, "top_p": 0.5}) == {"top_p": 0.5, "temperature": 1.0}
     three = await recorder.admit("tokens", num_choices=3)
     assert three.max_tokens == 1, "three answers of a token"
     recorder.release(three)
@@ -105,7 +105,7 @@ async def test_a_session_has_a_budget_of_turns_and_of_tokens():
         assert (refusal.value.status, recorder.take_record(session).used_up) == (403, session)
 
 
-async def test_parallel_requests_of_a_session_stay_within_its_tokens_and_get_what_others_left():
+async def test_parallel_requests_share_token_budget_of_session():
     recorder = RequestRecorder()
     recorder.begin("s", SessionRules(max_tokens=10))
     small, rest = await recorder.admit("s", most=4), asyncio.create_task(recorder.admit("s"))
@@ -124,7 +124,7 @@ async def test_parallel_requests_of_a_session_stay_within_its_tokens_and_get_wha
         await asyncio.wait_for(waits, 5)
 
 
-async def test_a_request_for_which_nothing_was_generated_gives_its_turn_and_seed_back():
+async def test_request_without_output_returns_turn_and_seed():
     recorder = RequestRecorder()
     recorder.begin("s", SessionRules(max_turns=3, seed_of_turn=lambda turn: turn))
     refused, two = await recorder.admit("s"), await recorder.admit("s", num_prompts=2)
@@ -136,7 +136,7 @@ async def test_a_request_for_which_nothing_was_generated_gives_its_turn_and_seed
         await recorder.admit("s")
 
 
-def test_recorder_stores_a_growing_conversation_once_and_returns_it_as_it_came():
+def test_growing_conversation_is_stored_once():
     recorder, prompt, messages, said, given = RequestRecorder(), [7] * 300, [], [], 0
     gc.collect()
     tracemalloc.start()
@@ -174,15 +174,15 @@ def test_memory_of_messages_is_counted_in_bytes_not_characters(character, size, 
     assert recorder.num_bytes == pytest.approx(size * 100_000, rel=0.03)
 
 
-def test_an_empty_answer_is_a_turn_that_later_ones_go_on_from():
+def test_empty_completion_is_continuable_turn():
     assert taken(turn([1], [], 0), turn([1, 5], [6], 2), turn([1, 7], [8], 4)) == [[], [6], [8]]
 
 
-async def test_a_full_context_is_no_end_for_an_agent_that_shortens_its_conversation():
+async def test_full_context_is_recoverable_by_shortening_conversation():
     recorder = RequestRecorder()
     recorder.begin("a", SessionRules(max_turns=1))
     await recorder.admit("a")
-    recorder.context_is_full("a")
+    recorder.record_full_context("a")
     recorder.record("a", [turn([1], [2], 0)])
     assert recorder.take_record("a").used_up is None
     recorder.begin("a", SessionRules(max_turns=1))
@@ -193,7 +193,7 @@ async def test_a_full_context_is_no_end_for_an_agent_that_shortens_its_conversat
     assert recorder.take_record("a").used_up == "turns"
 
 
-async def test_a_recorder_of_begun_sessions_refuses_those_that_have_ended():
+async def test_recorder_rejects_ended_sessions():
     recorder = RequestRecorder(begun_only=True)
     with pytest.raises(ApiError, match="not open"):
         await recorder.admit("a")

@@ -24,7 +24,7 @@ from .conftest import client_of, serving
 STRANGE = "task 7/a:b?%2F"
 
 
-async def test_keys_and_urls_of_sessions_select_them_and_no_other(chat_engine, chat_model):
+async def test_session_keys_and_urls_select_only_their_session(chat_engine, chat_model):
     recorder = RequestRecorder()
     async with serving(chat_engine, chat_model, recorder=recorder, api_key="secret") as server:
 
@@ -37,7 +37,7 @@ async def test_keys_and_urls_of_sessions_select_them_and_no_other(chat_engine, c
         await ask(api_key="secret", default_headers={"X-Session-ID": "by-header"})
         await ask(api_key=server.session_key("both"), base_url=server.session_url("both"))
         await ask(api_key="secret")  # of no session
-        assert sorted(recorder.sessions()) == sorted(["by-key", STRANGE, "by-header", "both"])
+        assert sorted(recorder.list_sessions()) == sorted(["by-key", STRANGE, "by-header", "both"])
 
         with pytest.raises(openai.PermissionDeniedError, match="the key is that of session 'a'"):
             await ask(api_key=server.session_key("a"), base_url=server.session_url("b"))
@@ -49,7 +49,7 @@ async def test_keys_and_urls_of_sessions_select_them_and_no_other(chat_engine, c
             await ask(api_key=EndpointKeys("another").of_session("a"))
         with pytest.raises(openai.AuthenticationError):  # a URL is no key
             await ask(api_key="any", base_url=server.session_url("a"))
-        assert len(recorder.sessions()) == 4
+        assert len(recorder.list_sessions()) == 4
 
         async with httpx.AsyncClient(base_url=server.url) as plain:
             answer = await plain.get("/models", headers={"x-api-key": server.session_key("a")})
@@ -72,7 +72,7 @@ async def test_keys_and_urls_of_sessions_select_them_and_no_other(chat_engine, c
             assert (answer.status_code, "names no session" in answer.text) == (404, True)
 
 
-async def test_only_requests_that_generate_use_the_turns_of_a_session(chat_engine, chat_model):
+async def test_only_generating_requests_use_session_turns(chat_engine, chat_model):
     recorder = RequestRecorder(begun_only=True)
     recorder.begin("s", SessionRules(max_turns=1, max_tokens=5))
     async with (
@@ -100,22 +100,22 @@ async def test_only_requests_that_generate_use_the_turns_of_a_session(chat_engin
     assert (taken.num_admitted, taken.num_answered, taken.num_generated) == (1, 1, 5)
 
 
-async def test_a_server_without_a_key_knows_the_keys_of_its_sessions_and_takes_any_other(chat_engine, chat_model):
+async def test_server_without_key_accepts_session_and_other_keys(chat_engine, chat_model):
     recorder = RequestRecorder()
     async with serving(chat_engine, chat_model, recorder=recorder) as server:
         for key in (server.session_key("a"), "any"):
             async with client_of(server, api_key=key) as client:
                 await client.completions.create(model="tiny", prompt="ab", max_tokens=1)
-        assert recorder.sessions() == ["a"]
+        assert recorder.list_sessions() == ["a"]
         async with client_of(server, api_key=server.session_key("a")[:-2] + "xx") as client:
             with pytest.raises(openai.AuthenticationError):
                 await client.models.list()
 
 
-def test_a_sessions_key_is_the_same_in_each_process_that_has_the_servers():
+def test_session_key_is_equal_in_all_processes_with_server_key():
     key = EndpointKeys("secret").of_session("größe/7")
     assert key == EndpointKeys("secret").of_session("größe/7")
-    assert EndpointKeys("secret").session_of(["x", key]) == "größe/7"
+    assert EndpointKeys("secret").find_session(["x", key]) == "größe/7"
 
 
 class EmptyAnswers:
@@ -131,7 +131,7 @@ class EmptyAnswers:
         return await self.generate(request)
 
 
-async def test_empty_answers_are_answers_and_conversations_go_on_behind_them(chat_engine, chat_model):
+async def test_empty_completions_are_recorded_and_continued(chat_engine, chat_model):
     recorder = RequestRecorder()
     engine: Any = EmptyAnswers(chat_engine)
     async with (
@@ -154,7 +154,7 @@ async def test_empty_answers_are_answers_and_conversations_go_on_behind_them(cha
     assert server.frontend.take_metrics()["endpoint/exact_turns"] == 2
 
 
-async def test_a_choice_that_fails_makes_its_request_fail(chat_engine, chat_model):
+async def test_failed_choice_fails_request(chat_engine, chat_model):
     class OneFails(EmptyAnswers):
         num_requests = 0
 
@@ -170,7 +170,7 @@ async def test_a_choice_that_fails_makes_its_request_fail(chat_engine, chat_mode
             await client.completions.create(model="tiny", prompt="ab", n=2)
 
 
-async def test_a_requests_wait_for_tokens_of_its_session_is_part_of_its_time(chat_engine, chat_model, monkeypatch):
+async def test_request_deadline_includes_waiting_for_session_tokens(chat_engine, chat_model, monkeypatch):
     """Its deadline was counted anew once it was admitted: twice the limit in all."""
     recorder, seconds, begun, goes_on = RequestRecorder(), [], asyncio.Event(), asyncio.Event()
     recorder.begin("s", SessionRules(max_tokens=5))

@@ -12,7 +12,7 @@ EVERY_TOKEN = {"return_token_ids": True, "ignore_eos": True, "skip_special_token
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-async def test_a_streamed_chat_is_the_whole_one_in_pieces(chat_client):
+async def test_streamed_chat_equals_whole_response(chat_client):
     settings = dict(
         model="tiny",
         messages=HELLO,
@@ -42,7 +42,7 @@ async def test_a_streamed_chat_is_the_whole_one_in_pieces(chat_client):
         )
 
 
-async def test_a_streamed_completion_is_the_whole_one_in_pieces(chat_engine, chat_model):
+async def test_streamed_completion_equals_whole_completion(chat_engine, chat_model):
     settings = dict(model="tiny", prompt=["abc", "d"], seed=4, max_tokens=60, logprobs=0, echo=False)
     async with serving(chat_engine, chat_model) as server:
         whole = await in_thread(server, lambda client: client.completions.create(**settings))
@@ -56,7 +56,7 @@ async def test_a_streamed_completion_is_the_whole_one_in_pieces(chat_engine, cha
 
 
 @pytest.mark.parametrize("place", [3, 14, 30])
-async def test_a_stop_text_ends_a_stream_and_no_part_of_it_is_seen(chat_client, place):
+async def test_stop_text_ends_stream_and_is_excluded(chat_client, place):
     settings = dict(model="tiny", prompt="abc", seed=8, max_tokens=60, extra_body=EVERY_TOKEN)
     tokens = (await chat_client.completions.create(**settings, logprobs=0)).choices[0].logprobs.tokens
     stop, before = "".join(tokens[place : place + 4]), "".join(tokens[:place])
@@ -70,7 +70,7 @@ async def test_a_stop_text_ends_a_stream_and_no_part_of_it_is_seen(chat_client, 
     assert sum(len(part.token_ids) for part in parts) == whole.usage.completion_tokens == place + 4
 
 
-async def test_a_streamed_tool_call_arrives_whole(tool_engine, tool_model):
+async def test_streamed_tool_call_is_delivered_whole(tool_engine, tool_model):
     async with serving(tool_engine, tool_model) as server, client_of(server) as client:
         stream = await client.chat.completions.create(
             model="tiny", messages=[QUESTION], tools=[ADD], temperature=0, max_tokens=80, stream=True
@@ -84,7 +84,7 @@ async def test_a_streamed_tool_call_arrives_whole(tool_engine, tool_model):
     assert parts[-1].finish_reason == "tool_calls"
 
 
-async def test_a_client_that_goes_away_ends_its_request(chat_engine, chat_model):
+async def test_client_disconnect_ends_request(chat_engine, chat_model):
     """The engine refuses to sleep while requests run: it sleeps once the clients are gone."""
     async with serving(chat_engine, chat_model) as server:
         for stream in (False, True):

@@ -46,7 +46,7 @@ async def test_langchain_structured_output(server, method):
     assert isinstance(answer, Person)
 
 
-async def test_openai_agents_with_an_output_type_and_a_required_tool(server):
+async def test_openai_agents_with_output_type_and_required_tool(server):
     agents = pytest.importorskip("agents", reason="openai-agents is not installed")
     from openai import AsyncOpenAI
 

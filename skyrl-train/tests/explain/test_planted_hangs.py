@@ -392,11 +392,11 @@ def test_unsatisfiable_ray_resources_are_found(ray_cpu: None, run_dir: Path):
 @pytest.mark.slow
 async def test_stopped_engine(ray_cpu: None, chat_model: str, run_dir: Path):
     from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-    from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, engine_actor
+    from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, build_engine_actor
 
     log = str(run_dir / "logs" / "engine_0.log")
     environment = {"env_vars": {"SKYRL_WAITS": os.environ["SKYRL_WAITS"]}}
-    make_actor = engine_actor(num_cpus=0, runtime_env=environment)
+    make_actor = build_engine_actor(num_cpus=0, runtime_env=environment)
     actor = make_actor.remote(lambda: NativeInferenceEngine(chat_model), log, "engine 0")
     engine = RayWrappedInferenceEngine(actor, "engine 0", log, 60, 60, 60)
     try:

@@ -21,7 +21,7 @@ from skyrl_gym.sandbox.container_engine import EngineName
 from skyrl_gym.sandbox.testing import needed_image
 from skyrl_train.config import GeneratorConfig, SamplingParams
 from skyrl_train.config.harness import HarnessConfig
-from skyrl_train.endpoint.session_endpoint import socket_folder
+from skyrl_train.endpoint.session_endpoint import create_socket_folder
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, TrajectoryID
 from skyrl_train.generators.harness import generator
@@ -477,9 +477,9 @@ def test_folders_of_killed_endpoints_are_removed_and_those_in_use_stay(tmp_path,
         folder.mkdir()
     (left / "lock").touch()
     (left / "socket").touch()
-    with socket_folder() as used:
+    with create_socket_folder() as used:
         assert not left.exists()
-        with socket_folder() as other:
+        with create_socket_folder() as other:
             assert Path(used, "lock").exists() and used != other
     assert list(tmp_path.iterdir()) == [foreign]
 

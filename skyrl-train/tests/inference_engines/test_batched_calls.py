@@ -79,7 +79,7 @@ def token_of(completion: Any) -> int:
     return completion.token_ids[0]
 
 
-async def test_requests_of_one_tick_travel_together_and_so_do_their_answers():
+async def test_requests_and_replies_of_same_tick_share_calls():
     line = Line()
     asked = [line.ask(token) for token in range(6)]
     await ticks()
@@ -99,7 +99,7 @@ async def test_requests_of_one_tick_travel_together_and_so_do_their_answers():
     assert not line.server._senders  # nothing is left of senders without requests
 
 
-async def test_requests_one_after_the_other_cost_one_call_each():
+async def test_sequential_requests_cost_single_call_each():
     line = Line()
     for token in range(3):
         task = line.ask(token)
@@ -123,7 +123,7 @@ async def test_calls_are_never_more_than_requests():
     assert len(line.calls) == 8
 
 
-async def test_the_error_of_a_request_is_its_own():
+async def test_request_error_does_not_affect_others():
     line = Line()
     asked = [line.ask(token) for token in range(3)]
     await ticks()
@@ -134,7 +134,7 @@ async def test_the_error_of_a_request_is_its_own():
     assert isinstance(results[1], ValueError) and str(results[1]) == "token 1 is bad"
 
 
-async def test_a_request_that_cannot_be_sent_fails_alone():
+async def test_unpicklable_request_fails_alone():
     line = Line()
     asked = [line.ask(0), line.ask(1, lora_name="cannot be sent"), line.ask(2)]
     await ticks()
@@ -144,7 +144,7 @@ async def test_a_request_that_cannot_be_sent_fails_alone():
     assert [token_of(await asked[index]) for index in (0, 2)] == [0, 2]
 
 
-async def test_a_cancelled_request_ends_in_the_engine_and_the_others_go_on():
+async def test_cancelled_request_ends_in_engine_and_others_continue():
     line = Line()
     unsent = line.ask(9)
     unsent.cancel()
@@ -162,7 +162,7 @@ async def test_a_cancelled_request_ends_in_the_engine_and_the_others_go_on():
     assert line.cancelled == [1, 5] and not line.server._senders
 
 
-async def test_the_death_of_an_engine_fails_every_request_also_one_whose_call_has_returned():
+async def test_engine_crash_fails_all_pending_requests():
     line = Line()
     asked = [line.ask(token) for token in range(3)]
     await ticks()
@@ -174,7 +174,7 @@ async def test_the_death_of_an_engine_fails_every_request_also_one_whose_call_ha
     assert all(isinstance(error, WorkerError) for error in results[1:])
 
 
-async def test_tokens_of_all_streams_come_together_and_wait_for_a_slow_reader():
+async def test_streams_share_calls_and_wait_for_slow_reader():
     on_tokens: dict[int, OnTokens] = {}
     ends = asyncio.Event()
 
@@ -216,7 +216,7 @@ async def test_tokens_of_all_streams_come_together_and_wait_for_a_slow_reader():
     assert not server._senders and not sender._streams
 
 
-async def test_a_withdrawal_and_new_requests_may_reach_the_engine_in_one_tick():
+async def test_cancellation_and_new_requests_share_call():
     line = Line()
     first = line.ask(0)
     await ticks()
@@ -234,7 +234,7 @@ async def test_a_withdrawal_and_new_requests_may_reach_the_engine_in_one_tick():
     assert not line.server._senders
 
 
-async def test_a_withdrawal_that_overtakes_its_request_withdraws_it():
+async def test_cancellation_received_before_request_cancels_it():
     line = Line()
     line.held = asyncio.Event()
     task = line.ask(0)
@@ -247,7 +247,7 @@ async def test_a_withdrawal_that_overtakes_its_request_withdraws_it():
     assert line.gates == {} and not line.server._senders
 
 
-async def test_a_lost_reply_fails_every_request_and_none_runs_on():
+async def test_lost_reply_fails_and_cancels_all_requests():
     line = Line()
     asked = [line.ask(0)]
     await ticks()
@@ -261,7 +261,7 @@ async def test_a_lost_reply_fails_every_request_and_none_runs_on():
     assert line.cancelled == [0] and len(line.calls) <= 4
 
 
-async def test_an_engine_that_forgot_its_requests_is_an_error():
+async def test_engine_without_known_requests_raises_error():
     line = Line()
     task = line.ask(0)
     await ticks()
@@ -275,7 +275,7 @@ async def test_an_engine_that_forgot_its_requests_is_an_error():
         await task
 
 
-async def test_a_request_that_the_engine_cancels_is_an_error():
+async def test_request_cancelled_by_engine_raises_error():
     line = Line()
     task = line.ask(0)
     await ticks()
@@ -284,7 +284,7 @@ async def test_a_request_that_the_engine_cancels_is_an_error():
         await task
 
 
-async def test_tokens_of_replies_that_overtake_one_another_come_in_order():
+async def test_tokens_stay_in_order_when_replies_are_reordered():
     got: list[TokenDelta] = []
     stream = _StreamReader(got.append)
     for start, ids in ((2, [3]), (0, [1, 2]), (5, [6]), (3, [4, 5])):
@@ -292,7 +292,7 @@ async def test_tokens_of_replies_that_overtake_one_another_come_in_order():
     assert join_deltas(got).token_ids == [1, 2, 3, 4, 5, 6]
 
 
-async def test_the_error_of_a_reader_ends_its_own_stream():
+async def test_reader_error_ends_only_its_stream():
     line = Line()
     got: list[TokenDelta] = []
 
@@ -315,7 +315,7 @@ async def test_the_error_of_a_reader_ends_its_own_stream():
     assert token_of(await asked[1]) == 1
 
 
-async def test_requests_of_a_sender_that_died_end(monkeypatch: pytest.MonkeyPatch):
+async def test_requests_of_crashed_sender_are_cancelled(monkeypatch: pytest.MonkeyPatch):
     line = Line()
     sent = {number: SentRequest(GenerationRequest(prompt_token_ids=[number]), False) for number in (1, 2)}
     call = asyncio.ensure_future(line.server.exchange("dead", sent, []))
@@ -331,11 +331,11 @@ async def test_requests_of_a_sender_that_died_end(monkeypatch: pytest.MonkeyPatc
     assert token_of(await alive) == 3
 
 
-def test_a_handle_travels_to_the_ranks_that_send_weights():
+def test_handle_is_picklable_for_weight_sender_ranks():
     """They get it in the first weight sync, when it has sent requests already."""
     handle = RayWrappedInferenceEngine(None, "engine 0", "engine.log", 300)
     loop = asyncio.new_event_loop()
-    handle._senders[loop] = RequestSender(handle._exchange)
+    handle._senders[loop] = RequestSender(handle._call_exchange)
     copied = pickle.loads(pickle.dumps(handle))
     assert copied.name == "engine 0" and len(copied._senders) == 0 and len(handle._senders) == 1
     loop.close()

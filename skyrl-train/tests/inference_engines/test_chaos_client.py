@@ -23,7 +23,7 @@ from skyrl_train.inference_engines.base import (
 )
 from skyrl_train.inference_engines.health import Health
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
-from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, engine_actor
+from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, build_engine_actor
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ class Engines:
         self.num_starts += 1
         log_file = str(self._folder / f"engine_{index}_{self.num_starts}.log")
         make = make_engine_of(self._model, self._seconds_a_step[index], self._first_prompt)
-        actor = engine_actor(num_cpus=1, max_concurrency=1000).remote(make, log_file)
+        actor = build_engine_actor(num_cpus=1, max_concurrency=1000).remote(make, log_file)
         return Counted(actor, f"engine {index}", log_file, 300, 300, 300)
 
 
@@ -126,7 +126,7 @@ def assert_each_was_answered_once(engines: Engines, num_times: int = 1) -> None:
     assert engines.answered == {tuple(prompt): num_times for prompt in PROMPTS}
 
 
-async def test_an_engine_killed_while_it_generates(start: Start):
+async def test_outputs_unchanged_when_engine_is_killed_while_generating(start: Start):
     async with start([0.03, 0.03]) as (client, engines):
         undisturbed = await client.generate_batch(batch())
         engines.answered.clear()
@@ -148,7 +148,7 @@ async def test_an_engine_killed_while_it_generates(start: Start):
 
 
 @pytest.mark.full
-async def test_an_engine_killed_while_all_are_paused(start: Start):
+async def test_outputs_unchanged_when_engine_is_killed_while_paused(start: Start):
     async with start([0.03, 0.03]) as (client, engines):
         undisturbed = await client.generate_batch(batch())
         for mode in ("keep", "abort"):
@@ -165,7 +165,7 @@ async def test_an_engine_killed_while_all_are_paused(start: Start):
 
 
 @pytest.mark.full
-async def test_a_stopped_engine_counts_as_dead_and_is_replaced(start: Start):
+async def test_stopped_engine_is_replaced(start: Start):
     async with start([0.03, 0.03]) as (client, engines):
         undisturbed = await client.generate_batch(batch())
         engines.answered.clear()
@@ -188,7 +188,7 @@ async def test_a_stopped_engine_counts_as_dead_and_is_replaced(start: Start):
 
 
 @pytest.mark.full
-async def test_an_engine_in_a_long_prompt_is_not_taken_for_dead(start: Start):
+async def test_engine_in_long_prefill_is_not_replaced(start: Start):
     async with start([0.0], seconds_of_first_prompt=5.0, engine_health_interval_seconds=1.2) as (client, _):
         began = time.monotonic()
         await client.generate_batch(batch(PROMPTS[:1]))
@@ -197,7 +197,7 @@ async def test_an_engine_in_a_long_prompt_is_not_taken_for_dead(start: Start):
 
 
 @pytest.mark.full
-async def test_engines_die_again_and_again(start: Start):
+async def test_outputs_unchanged_under_repeated_engine_crashes(start: Start):
     """Each time others: every answer is that of an undisturbed run, and none is given twice."""
     async with start([0.03, 0.03, 0.03], max_engine_restarts=9, max_requests_per_engine=3) as (client, engines):
         undisturbed = await client.generate_batch(batch())
@@ -206,7 +206,7 @@ async def test_engines_die_again_and_again(start: Start):
         async def kill_now_and_then() -> None:
             for number in range(5):
                 await asyncio.sleep(1.0)
-                healthy = [i for i in range(3) if i in client._supervisor.with_health(Health.HEALTHY)]
+                healthy = [i for i in range(3) if i in client._supervisor.get_engines_with_health(Health.HEALTHY)]
                 if healthy:
                     os.kill(pid(client, healthy[number % len(healthy)]), signal.SIGKILL)
 

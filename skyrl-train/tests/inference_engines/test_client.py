@@ -19,7 +19,7 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineInput,
 )
 from skyrl_train.inference_engines.constraints import ConstraintFailed
-from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient, _common
+from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient, _get_common_report
 from skyrl_train.inference_engines.native.constrained import AnswerMatcher
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.weight_sync.base import WeightReport
@@ -98,7 +98,7 @@ async def under_way(client: InferenceEngineClient, num: int) -> None:
     await asyncio.sleep(0.02)
 
 
-async def test_a_split_batch_gives_what_one_engine_would(client, engines):
+async def test_split_batch_equals_single_engine_output(client, engines):
     alone = await engines[0].generate_batch(batch())
     before = [engine.num_requests for engine in engines]
     split = await client.generate_batch(batch())
@@ -107,18 +107,18 @@ async def test_a_split_batch_gives_what_one_engine_would(client, engines):
     assert split == alone
 
 
-async def test_batch_is_divided_evenly(client, engines):
+async def test_batch_is_divided_evenly_over_engines(client, engines):
     output = await client.generate_batch(batch([[5, 6]] * 64))
     assert len(output["response_ids"]) == 64
     assert [engine.num_requests for engine in engines] == [32, 32]
 
 
-async def test_an_empty_batch_has_an_empty_answer(client, engines):
+async def test_empty_batch_returns_empty_output(client, engines):
     assert (await client.generate_batch(batch([])))["response_ids"] == []
     assert [engine.num_requests for engine in engines] == [0, 0]
 
 
-async def test_a_session_stays_and_others_go_where_least_is_to_do(client, engines):
+async def test_session_keeps_engine_and_others_go_to_least_loaded(client, engines):
     await asyncio.gather(*(client.generate_batch(batch([[5, 6]])) for _ in range(8)))
     assert [engine.num_requests for engine in engines] == [4, 4]
     for _ in range(3):
@@ -126,7 +126,7 @@ async def test_a_session_stays_and_others_go_where_least_is_to_do(client, engine
     assert sorted(engine.num_requests for engine in engines) == [4, 7]
 
 
-async def test_turns_of_sessions_compute_only_what_is_new(client, engines):
+async def test_session_turns_compute_only_new_tokens(client, engines):
     """Six conversations over two engines, three turns at the same time: each goes where its last turn is cached."""
     prompts = [[5 + index] * 40 for index in range(6)]
     for _ in range(3):
@@ -152,14 +152,14 @@ async def test_draft_tokens_are_counted(make_client: MakeClient):
     assert "engines/draft_tokens" not in client.take_metrics()
 
 
-async def test_an_engine_has_no_more_requests_than_it_may_have(make_client: MakeClient):
+async def test_engine_never_exceeds_request_limit(make_client: MakeClient):
     client = make_client(max_requests_per_engine=3)
     limited = await asyncio.gather(client.generate_batch(batch([[5, 6]] * 10)), client.generate_batch(batch()))
     assert [engine.most_at_a_time for engine in client.engines] == [3, 3]  # type: ignore[attr-defined]
     assert limited[1] == await make_client().generate_batch(batch())
 
 
-async def test_conversations_are_templated_and_other_requests_refused(client):
+async def test_conversations_are_templated_and_invalid_batches_rejected(client):
     conversation = [{"role": "user", "content": "hi"}]
     tokens = client.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
     by_text = await client.generate_batch(InferenceEngineInput(prompts=[conversation], sampling_params=PARAMS))
@@ -175,7 +175,7 @@ async def test_conversations_are_templated_and_other_requests_refused(client):
         InferenceEngineClient([], client.tokenizer, SkyRLConfig())
 
 
-async def test_conversations_follow_the_configured_template(make_client: MakeClient, tmp_path: Path):
+async def test_conversations_use_configured_template(make_client: MakeClient, tmp_path: Path):
     (tmp_path / "template.jinja").write_text("{{ note }}{{ messages[0].content }}")
     template = {"source": "file", "name_or_path": str(tmp_path / "template.jinja")}
     client = make_client(chat_template=template, chat_template_kwargs={"note": "abc"})
@@ -185,7 +185,7 @@ async def test_conversations_follow_the_configured_template(make_client: MakeCli
     assert by_text == await client.generate_batch(batch([ids]))
 
 
-async def test_a_bad_request_is_refused_at_once_and_costs_no_engine(client, engines):
+async def test_invalid_request_fails_fast_without_engine_restart(client, engines):
     with pytest.raises(ValueError, match="in the vocabulary"):
         await client.generate_batch(batch([[5], [99_999], [6]]))
     with pytest.raises(ValueError, match="unknown sampling parameter tempurature"):
@@ -194,7 +194,7 @@ async def test_a_bad_request_is_refused_at_once_and_costs_no_engine(client, engi
     assert await client.generate_batch(batch()) == await engines[0].generate_batch(batch()), "no place stays taken"
 
 
-async def test_requests_that_name_no_adapter_get_the_clients(client):
+async def test_requests_without_adapter_use_client_adapter(client):
     client.lora_name = "policy"
     with pytest.raises(ValueError, match="no adapter named 'policy'"):
         await client.generate_batch(batch())
@@ -202,7 +202,7 @@ async def test_requests_that_name_no_adapter_get_the_clients(client):
         await client.generate_batch(batch(lora_name="critic"))
 
 
-async def test_requests_aborted_by_a_pause_go_on_after_it_as_if_never_stopped(client):
+async def test_requests_aborted_by_pause_resume_bit_exactly(client):
     undisturbed = await client.generate_batch(batch(params=LONG))
     client.take_metrics()
     answers = asyncio.create_task(client.generate_batch(batch(params=LONG)))
@@ -218,7 +218,7 @@ async def test_requests_aborted_by_a_pause_go_on_after_it_as_if_never_stopped(cl
 
 
 @pytest.mark.parametrize("continues", [True, False])
-async def test_interrupted_answers_that_depend_on_their_beginning(
+async def test_interrupted_constrained_and_penalized_completions_resume(
     make_client: MakeClient, monkeypatch, continues: bool
 ):
     """Under a grammar and with penalties: engines are told how much of the prompt is the answer, and those that cannot
@@ -263,7 +263,7 @@ async def test_interrupted_answers_that_depend_on_their_beginning(
         await asyncio.wait_for(answers, 60)
 
 
-async def test_an_answer_whose_constraint_fails_leaves_the_others_of_its_call(make_client, monkeypatch):
+async def test_constraint_failure_affects_only_its_completion(make_client, monkeypatch):
     """Beside others on its engine, and alone there with others elsewhere; a call without any answer raises."""
     client = make_client()
     params = PARAMS | {"constraint": {"lark": "start: /[a-z]{6}/"}, "logprobs": 1, "prompt_logprobs": 1}
@@ -290,7 +290,7 @@ async def test_an_answer_whose_constraint_fails_leaves_the_others_of_its_call(ma
         await client.generate_batch(batch(PROMPTS[:1], params))
 
 
-async def test_an_answer_that_is_interrupted_too_often_leaves_the_others_of_its_call(make_client, monkeypatch):
+async def test_too_many_interruptions_fail_only_their_completion(make_client, monkeypatch):
     describe, generate = Watched.describe, Watched.generate
 
     async def limited(self: Watched) -> EngineInfo:
@@ -315,7 +315,7 @@ async def test_an_answer_that_is_interrupted_too_often_leaves_the_others_of_its_
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-async def test_requests_that_arrive_during_a_pause_wait(client, engines, mode):
+async def test_requests_submitted_during_pause_wait(client, engines, mode):
     await client.pause_generation(mode)
     await client.pause_generation(mode)  # a sync that is repeated pauses again
     answer = asyncio.create_task(client.generate_batch(batch()))
@@ -335,7 +335,7 @@ async def test_requests_wait_while_engines_sleep(client, engines):
     assert len((await answer)["response_ids"]) == len(PROMPTS)
 
 
-async def test_a_refused_sleep_holds_nobody(client):
+async def test_rejected_sleep_does_not_block_requests(client):
     answers = asyncio.create_task(client.generate_batch(batch(params=LONG)))
     await under_way(client, len(PROMPTS))
     with pytest.raises(RuntimeError, match="cannot sleep while"):
@@ -344,7 +344,7 @@ async def test_a_refused_sleep_holds_nobody(client):
     await answers
 
 
-async def test_a_callers_abort_ends_what_runs_and_what_waits(client):
+async def test_abort_ends_running_and_waiting_requests(client):
     undisturbed = await client.generate_batch(batch(params=LONG))
     running = asyncio.create_task(client.generate_batch(batch(params=LONG)))
     await under_way(client, len(PROMPTS))
@@ -365,7 +365,7 @@ async def test_a_callers_abort_ends_what_runs_and_what_waits(client):
     assert await client.generate_batch(batch(params=LONG)) == undisturbed
 
 
-async def test_a_deadline_covers_waiting_and_leaves_no_place_taken(make_client: MakeClient):
+async def test_deadline_includes_waiting_and_frees_slot(make_client: MakeClient):
     client = make_client(request_timeout_seconds=1.0, max_requests_per_engine=1)
     await asyncio.gather(*(engine.pause_generation() for engine in client.engines))  # the client does not know
     expected = "the request was not answered within generator.request_timeout_seconds=1; "
@@ -378,7 +378,7 @@ async def test_a_deadline_covers_waiting_and_leaves_no_place_taken(make_client: 
         await client.generate_batch(batch(PROMPTS[:1]))
 
 
-async def test_an_engine_that_ends_costs_no_request(client, engines):
+async def test_engine_exit_loses_no_request(client, engines):
     undisturbed = await client.generate_batch(batch(params=LONG))
     given: list[int] = []
 
@@ -397,7 +397,7 @@ async def test_an_engine_that_ends_costs_no_request(client, engines):
     assert client.engines[1].num_requests == 2, "the new one takes its share"
 
 
-async def test_an_engine_that_ends_during_a_control_call_fails_the_call_by_name(client, engines):
+async def test_engine_exit_during_control_call_raises_named_error(client, engines):
     await client.infos()
     await engines[0].teardown()
     with pytest.raises(WorkerError, match="the native engine is closed"):
@@ -409,7 +409,7 @@ async def test_an_engine_that_ends_during_a_control_call_fails_the_call_by_name(
     assert await client.weight_version() == 0
 
 
-async def test_exhausted_restarts_fail_all_requests_with_the_reason(make_client: MakeClient):
+async def test_exhausted_restarts_fail_all_requests_with_reason(make_client: MakeClient):
     client = make_client(max_engine_restarts=0)
     running = asyncio.create_task(client.generate_batch(batch(params=LONG)))
     await under_way(client, len(PROMPTS))
@@ -428,15 +428,15 @@ async def test_exhausted_restarts_fail_all_requests_with_the_reason(make_client:
             await call
 
 
-async def test_client_describes_the_common_abilities_of_its_engines(client, engines):
+async def test_client_reports_common_capabilities_of_engines(client, engines):
     first, second = await client.infos()
     assert (first, second) == (await engines[0].describe(), await engines[1].describe())
     assert await client.describe() == first
     await client.check_health()
 
 
-def test_engines_that_hold_different_weights_are_found():
+def test_differing_engine_weights_are_detected():
     same = WeightReport(version=4, fingerprints={"a": 1, "b": 2})
-    assert _common([same, WeightReport(version=4, fingerprints={"b": 2, "a": 1})]) == same
+    assert _get_common_report([same, WeightReport(version=4, fingerprints={"b": 2, "a": 1})]) == same
     with pytest.raises(WeightSyncError, match="after version 4, engine 2 differs from engine 0: 1 differ: b"):
-        _common([same, same, WeightReport(version=4, fingerprints={"a": 1, "b": 3})])
+        _get_common_report([same, same, WeightReport(version=4, fingerprints={"a": 1, "b": 3})])

@@ -34,6 +34,6 @@ SLOW = {
 @pytest.mark.parametrize(
     "check", [pytest.param(each, id=each.name, marks=[pytest.mark.slow] * (each.name in SLOW)) for each in CHECKS]
 )
-async def test_conformance(check, subject):
+async def test_native_engine_conforms_to_engine_contract(check, subject):
     outcome = await run_check(check, subject)
     assert outcome.result == "passed", outcome.words  # the native engine lacks nothing

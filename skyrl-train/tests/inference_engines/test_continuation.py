@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from skyrl_train.inference_engines.continuation import EngineCall, join, next_call
+from skyrl_train.inference_engines.continuation import EngineCall, build_next_call, join
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.request import Completion, GenerationRequest
 
@@ -25,7 +25,7 @@ def part(
 
 
 def step(params: dict[str, Any], *parts: Completion, max_model_len: int | None = None) -> EngineCall | Completion:
-    return next_call(PROMPT, params, parts, decode, max_model_len)
+    return build_next_call(PROMPT, params, parts, decode, max_model_len)
 
 
 def asks(text: str, **params: Any) -> EngineCall:
@@ -48,7 +48,7 @@ def asks(text: str, **params: Any) -> EngineCall:
          asks("a", max_tokens=4, seed=[[7, 2]], top_p=0.9, stop_token_ids=[9])),
     ],
 )  # fmt: skip
-def test_next_call_continues_behind_the_tokens_so_far(params, parts, expected):
+def test_next_call_continues_after_generated_tokens(params, parts, expected):
     assert step(params, *parts) == expected
 
 
@@ -63,13 +63,13 @@ def test_next_call_continues_behind_the_tokens_so_far(params, parts, expected):
         ({"max_tokens": 9}, [part(""), part(""), part("c", "stop")], "c", "stop"),
     ],
 )
-def test_completion_ends_at_stop_or_used_up_budget(params, parts, text, stop_reason):
+def test_completion_ends_at_stop_or_exhausted_budget(params, parts, text, stop_reason):
     answer = step(params, *parts)
     assert isinstance(answer, Completion)
     assert (answer.text, answer.stop_reason, decode(answer.token_ids)) == (text, stop_reason, text)
 
 
-def test_a_full_context_ends_an_answer_that_has_begun():
+def test_full_context_ends_started_completion():
     assert step({}, part("ab"), max_model_len=6) == asks("ab")
     answer = step({}, part("abc"), max_model_len=6)
     assert isinstance(answer, Completion) and answer.stop_reason == "length"
@@ -98,7 +98,7 @@ def test_a_full_context_ends_an_answer_that_has_begun():
         (["xyz"], {"max_tokens": 4}, [part("axy"), part("z")], "axyz", "stop"),  # at the boundary: not `length`
     ],
 )
-def test_a_stop_string_over_the_border_of_parts_ends_the_answer(stop, params, parts, text, stop_reason):
+def test_stop_string_spanning_parts_ends_completion(stop, params, parts, text, stop_reason):
     answer = step({"max_tokens": 20, "stop": stop} | params, *parts)
     assert isinstance(answer, Completion)
     assert (answer.text, answer.stop_reason) == (text, stop_reason)
@@ -106,14 +106,14 @@ def test_a_stop_string_over_the_border_of_parts_ends_the_answer(stop, params, pa
     assert len(answer.weight_versions) == len(answer.log_probs or []) == len(text)
 
 
-def test_the_parts_are_joined_token_by_token():
+def test_parts_are_joined_token_by_token():
     whole = join(PROMPT, [part("ab", version=3), part("c", version=4)], decode, "stop")
     assert whole == Completion([97, 98, 99], "stop", [3, 3, 4], [-97.0, -98.0, -99.0], "abc", None)
     without = Completion([97], "abort", [3])
     assert join(PROMPT, [without, part("c")], decode, "stop").log_probs is None
 
 
-def test_one_whole_part_stays_as_the_engine_gave_it():
+def test_single_part_is_returned_unchanged():
     answer = Completion([97], "stop", [0], None, "whatever the engine says")
     assert step({"max_tokens": 9, "stop": "a"}, answer) is answer
 
@@ -127,13 +127,13 @@ def test_one_whole_part_stays_as_the_engine_gave_it():
         ([part("ab")], True),
     ],
 )
-def test_prompt_log_probs_are_asked_for_until_they_are_there(parts, asked_again):
+def test_prompt_log_probs_are_requested_until_received(parts, asked_again):
     ask = step({"max_tokens": 5, "prompt_logprobs": 0}, *parts)
     assert isinstance(ask, EngineCall)
     assert ("prompt_logprobs" in ask.sampling_params) == asked_again
 
 
-def test_prompt_log_probs_are_those_of_the_prompt_alone():
+def test_prompt_log_probs_exclude_generated_tokens():
     late = part("c", "stop", prompt_log_probs=[-1.0, -2.0, -3.0, -4.0])  # of the prompt and the first part
     answer = step({"max_tokens": 5, "prompt_logprobs": 0}, part("ab"), late)
     assert isinstance(answer, Completion) and answer.prompt_log_probs == [-1.0, -2.0]
@@ -154,7 +154,7 @@ def engine(chat_model: str):
     {"max_tokens": 40, "stop": ["WORD"], "min_tokens": 12},
     {"max_tokens": 40, "stop_token_ids": list(range(40, 48)), "min_tokens": 3, "prompt_logprobs": 0},
 ])  # fmt: skip
-async def test_an_interrupted_answer_is_bit_equal_to_an_uninterrupted_one(engine, chat_model, params):
+async def test_interrupted_completion_equals_uninterrupted(engine, chat_model, params):
     """Wherever it is cut. `WORD` stands for the text that the answer has in its middle, so that it is found there."""
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
     generator = random.Random(5)
@@ -179,7 +179,7 @@ async def test_an_interrupted_answer_is_bit_equal_to_an_uninterrupted_one(engine
             assert whole.stop_reason == "stop"
         for _ in range(2):
             parts: list[Completion] = []
-            while isinstance(now := next_call(prompt, given, parts, decode, 256), EngineCall):
+            while isinstance(now := build_next_call(prompt, given, parts, decode, 256), EngineCall):
                 length = generator.randrange(0, 13)  # the engine is interrupted after so many tokens
                 budget = now.sampling_params["max_tokens"]
                 if length == 0:

@@ -16,28 +16,28 @@ def config(model: str, **generator) -> SkyRLConfig:
     return SkyRLConfig.from_dict({"trainer": {"policy": {"model": {"path": model}}}, "generator": generator})
 
 
-def test_an_unknown_backend_names_those_that_there_are():
+def test_unknown_backend_error_lists_known_backends():
     with pytest.raises(ConfigError, match=r"generator.backend must be one of auto, native, vllm, sglang; got 'vlm'"):
         config("model", backend="vlm")
 
 
-def test_an_unknown_keyword_of_the_native_engine_has_a_neighbour(tiny_model):
+def test_unknown_native_keyword_error_suggests_nearest(tiny_model):
     with pytest.raises(ConfigError, match=r"engine_init_kwargs.max_model_length is no keyword .* mean max_model_len\?"):
         check_engines(config(tiny_model, backend="native", engine_init_kwargs={"max_model_length": 9}))
     check_engines(config(tiny_model, backend="native", engine_init_kwargs={"max_model_len": 9}))
 
 
 @pytest.mark.parametrize("parallel", [1, 2, 4])
-def test_a_model_can_be_divided_by_its_heads(tiny_model, parallel):
+def test_tensor_parallel_size_must_divide_heads(tiny_model, parallel):
     check_engines(config(tiny_model, backend="vllm", inference_engine_tensor_parallel_size=parallel))
 
 
-def test_a_model_that_cannot_be_divided_so_is_refused_with_what_it_can(tiny_model):
+def test_indivisible_heads_error_lists_valid_sizes(tiny_model):
     with pytest.raises(ConfigError, match=r"parallel_size=3 must divide the 4 attention heads .* it may be 1, 2, 4"):
         check_engines(config(tiny_model, backend="vllm", inference_engine_tensor_parallel_size=3))
 
 
-def test_a_server_that_is_not_there_is_named(tiny_model):
+def test_unreachable_server_is_named(tiny_model):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens
         url = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -59,7 +59,7 @@ def rule_of(**generator: Any) -> None:
         ({"engine_init_kwargs": {"dp_size": 2}}, "generator.engine_init_kwargs.dp_size=2 must be 1"),
     ],
 )
-def test_sglang_of_several_groups_is_refused_at_the_start(settings: dict[str, Any], said: str):
+def test_sglang_rejects_multiple_parallel_groups_at_start(settings: dict[str, Any], said: str):
     with pytest.raises(ConfigError, match=rf"{said} with generator.backend=sglang.*num_inference_engines"):
         rule_of(backend="sglang", **settings)
     rule_of(backend="sglang", inference_engine_tensor_parallel_size=2)
@@ -67,7 +67,7 @@ def test_sglang_of_several_groups_is_refused_at_the_start(settings: dict[str, An
         rule_of(backend="vllm", **settings)
 
 
-def test_speculative_decoding_is_refused_at_the_start():
+def test_speculative_decoding_is_rejected_at_start():
     asked = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
     with pytest.raises(ConfigError, match=r"engine_init_kwargs.speculative_config=.* without the temperature"):
         rule_of(backend="vllm", engine_init_kwargs=asked)

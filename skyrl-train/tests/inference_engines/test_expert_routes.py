@@ -46,7 +46,7 @@ def assert_routes(completion: Completion, prompt: list[int], trainer: ScoringMod
     assert np.array_equal(found, routes_of_trainer(trainer, ids)[:-1])
 
 
-def test_routes_are_those_of_the_trainer_whoever_else_is_computed(tiny_models: Any, trainer: ScoringModel):
+def test_routes_match_trainer_for_any_batch_composition(tiny_models: Any, trainer: ScoringModel):
     """Lengths past the attention's blocks, late joiners, rows that move when others leave, and prompts that are another
     one's or differ from it in their last token: those are copied."""
     model = make_core(tiny_models("qwen3_moe")).model
@@ -65,7 +65,7 @@ def test_routes_are_those_of_the_trainer_whoever_else_is_computed(tiny_models: A
         assert_routes(completion, prompt.tolist(), trainer)
 
 
-async def test_an_answer_in_parts_has_the_routes_of_one_without_a_break(tiny_models: Any, trainer: ScoringModel):
+async def test_interrupted_completion_has_uninterrupted_routes(tiny_models: Any, trainer: ScoringModel):
     settings: dict[str, Any] = dict(max_tokens=300, temperature=1.0, seed=3, ignore_eos=True)
     async with engine_of(tiny_models("qwen3_moe"), return_expert_routes=True) as engine:
         [whole] = await completions_of(engine, PROMPT, **settings)
@@ -84,7 +84,7 @@ async def test_an_answer_in_parts_has_the_routes_of_one_without_a_break(tiny_mod
     assert joined.routes == whole.routes
 
 
-async def test_a_pause_that_aborts_leaves_no_hole_and_no_step_in_the_routes(tiny_models: Any, trainer: ScoringModel):
+async def test_routes_are_contiguous_after_aborting_pause(tiny_models: Any, trainer: ScoringModel):
     prompts = [PROMPT, PROMPT[:2], [*PROMPT, 11]]
     params: dict[str, Any] = dict(max_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
     completions = await interrupted(tiny_models("qwen3_moe"), prompts, params, return_expert_routes=True)
@@ -93,7 +93,7 @@ async def test_a_pause_that_aborts_leaves_no_hole_and_no_step_in_the_routes(tiny
         assert_routes(completion, prompt, trainer)
 
 
-def test_tokens_keep_the_routes_that_gave_their_log_probs():
+def test_tokens_keep_routes_of_their_log_probs():
     """The second part computed the first again, with weights that chose otherwise."""
     old = ExpertRoutes(np.full((5, 1, 2), 1, np.uint8))
     new = ExpertRoutes(np.full((9, 1, 2), 2, np.uint8))
@@ -110,11 +110,11 @@ def test_tokens_keep_the_routes_that_gave_their_log_probs():
     assert join_routes([None, None]) is None
 
 
-async def test_engine_without_the_switch_returns_no_routes(tiny_models: Any):
+async def test_engine_returns_no_routes_when_disabled(tiny_models: Any):
     async with engine_of(tiny_models("qwen3_moe")) as engine:
         assert "expert_routes" not in await engine.generate_batch(batch(PROMPT, max_tokens=3))
 
 
-def test_a_model_without_experts_is_refused(tiny_models: Any):
+def test_routes_require_mixture_of_experts(tiny_models: Any):
     with pytest.raises(ConfigError, match="needs a mixture of experts"):
         NativeInferenceEngine(tiny_models("qwen3"), return_expert_routes=True)

@@ -5,7 +5,7 @@ import asyncio
 from skyrl_train.inference_engines.gate import Gate
 
 
-async def test_a_gate_opens_when_the_last_reason_is_gone() -> None:
+async def test_gate_opens_when_last_reason_is_removed() -> None:
     gate = Gate()
     assert await gate.wait()
     gate.close("paused")
@@ -19,7 +19,7 @@ async def test_a_gate_opens_when_the_last_reason_is_gone() -> None:
     assert await waiting is True
 
 
-async def test_dismissed_requests_leave_the_gate_closed() -> None:
+async def test_dismissing_waiters_keeps_gate_closed() -> None:
     gate = Gate()
     gate.close("asleep")
     waiting = asyncio.ensure_future(gate.wait())
@@ -29,7 +29,7 @@ async def test_dismissed_requests_leave_the_gate_closed() -> None:
     assert not gate.is_open
 
 
-async def test_a_gate_that_closes_again_at_once_lets_nobody_through() -> None:
+async def test_gate_closed_immediately_after_opening_blocks_waiters() -> None:
     gate = Gate()
     gate.close("paused")
     waiting = asyncio.ensure_future(gate.wait())

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from skyrl_train.errors import UnsupportedByEngine
 from skyrl_train.inference_engines.continuation import join
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
-from skyrl_train.inference_engines.native.sampling import SamplingBatch, random_key, sample, uniforms
+from skyrl_train.inference_engines.native.sampling import SamplingBatch, compute_random_key, compute_uniforms, sample
 from skyrl_train.inference_engines.request import Completion
-from skyrl_train.inference_engines.vllm.sampling import vllm_split_seed
+from skyrl_train.inference_engines.vllm.sampling import check_and_split_seed
 from skyrl_train.kept_tokens import KeptTokens, pad_kept_tokens
 from skyrl_train.models.scoring import ScoringModel
 
@@ -32,7 +32,7 @@ RECORDED: dict[str, Any] = dict(top_p=0.7, top_k=20, temperature=0.8, return_kep
         ({"top_k": 2}, [0], [1, 2]),  # a stop token before `min_tokens` is not among them
     ],
 )
-def test_every_draw_is_among_its_kept_tokens_with_their_log_prob(columns: Any, forbidden: list[int], kept: list[int]):
+def test_sampled_token_is_among_kept_tokens(columns: Any, forbidden: list[int], kept: list[int]):
     draws = 2_000
     tensors = {
         name: torch.full((draws,), value, dtype=torch.long if name == "top_k" else torch.float32)
@@ -42,7 +42,7 @@ def test_every_draw_is_among_its_kept_tokens_with_their_log_prob(columns: Any, f
     settings = SamplingBatch(
         temperature=torch.ones(draws), all_greedy=False, any_greedy=False, recorded=rows, **tensors
     )
-    uniform = torch.from_numpy(uniforms(np.full(draws, random_key(7, 0)), np.arange(draws)))
+    uniform = torch.from_numpy(compute_uniforms(np.full(draws, compute_random_key(7, 0)), np.arange(draws)))
     mask = torch.zeros(draws, 4, dtype=torch.bool)
     mask[:, forbidden] = True
     logits = torch.tensor([FOUR]).log().expand(draws, -1)
@@ -79,7 +79,7 @@ def assert_replayed(completion: Completion, prompt: list[int], trainer: ScoringM
         assert (replayed - whole).mean() > 0.1
 
 
-def test_kept_tokens_stay_with_their_request_whoever_else_is_computed(tiny_models: Any, trainer: ScoringModel):
+def test_kept_tokens_are_independent_of_batch_composition(tiny_models: Any, trainer: ScoringModel):
     """Late joiners, rows that move when others leave, and requests that record none beside those that do."""
     core = make_core(tiny_models("qwen3"), max_num_seqs=5)
     prompts = random_prompts([1, 5, 33, 40, 64, 12])
@@ -100,7 +100,7 @@ def test_kept_tokens_stay_with_their_request_whoever_else_is_computed(tiny_model
             assert completion.kept_tokens is None
 
 
-async def test_a_pause_that_aborts_leaves_no_hole_in_the_kept_tokens(tiny_models: Any, trainer: ScoringModel):
+async def test_kept_tokens_are_contiguous_after_aborting_pause(tiny_models: Any, trainer: ScoringModel):
     prompts = [PROMPT, PROMPT[:2], [*PROMPT, 11]]
     params: dict[str, Any] = dict(max_tokens=120, seed=3, ignore_eos=True, **RECORDED)
     completions = await interrupted(tiny_models("qwen3"), prompts, params)
@@ -109,7 +109,7 @@ async def test_a_pause_that_aborts_leaves_no_hole_in_the_kept_tokens(tiny_models
         assert_replayed(completion, prompt, trainer)
 
 
-def test_joined_parts_have_the_kept_tokens_of_each():
+def test_joined_parts_concatenate_kept_tokens():
     one, two = (KeptTokens.of([np.array(ids) for ids in sets]) for sets in ([[7], [3, 8]], [[4, 5, 9]]))
     parts = [
         Completion([7, 8], "abort", [0] * 2, kept_tokens=one),
@@ -132,11 +132,11 @@ def test_joined_parts_have_the_kept_tokens_of_each():
         ({"return_kept_tokens": 1}, "return_kept_tokens must be true or false"),
     ],
 )
-def test_settings_that_kept_tokens_cannot_reproduce_are_refused(changes: dict[str, Any], message: str):
+def test_settings_incompatible_with_kept_tokens_are_rejected(changes: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         EngineSamplingParams.from_dict(RECORDED | changes)
 
 
-def test_vllm_and_servers_refuse_to_return_kept_tokens():
+def test_vllm_and_servers_reject_kept_tokens():
     with pytest.raises(UnsupportedByEngine, match="return_kept_tokens: the native engine alone"):
-        vllm_split_seed(RECORDED)
+        check_and_split_seed(RECORDED)

@@ -58,7 +58,7 @@ def assert_scores(model: Any, requests: list[Request], completions: list[Complet
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_log_probs_of_the_engine_are_those_of_transformers(name, folder_of):
+def test_engine_log_probs_equal_transformers(name, folder_of):
     model, core = reference(folder_of(name)), make_core(folder_of(name), max_num_seqs=6)
     long, short, *others = random_prompts([130, 20, 40, 3, 1, 33])
     prompts = [long, short, short, *others, short, np.append(short[:-1], 7)]  # more than run at a time, some equal
@@ -85,13 +85,13 @@ def test_log_probs_of_the_engine_are_those_of_transformers(name, folder_of):
             for parameter in each.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
     pack_linears(core.model)
-    core.take_version(1)
+    core.update_version(1)
     requests = requests_of(turns)
     assert_scores(model, requests, run(core, requests))
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_bits_depend_on_nothing_else_that_runs(name, folder_of):
+def test_outputs_are_bit_exact_for_any_batch_composition(name, folder_of):
     """A row alone, beside others, and in parts of a long prompt; where the table says so, also interrupted."""
     core = make_core(folder_of(name))
     prompts = random_prompts([50, 7, 90, 1, 33])
@@ -113,7 +113,7 @@ def test_bits_depend_on_nothing_else_that_runs(name, folder_of):
     "name", [pytest.param(name, marks=[] if name == "deepseek_v3" else pytest.mark.slow) for name in ARCHITECTURES]
 )
 @torch.no_grad()
-def test_bfloat16_is_as_near_to_float32_as_transformers_is_and_nearer_to_the_trainer(name, folder_of):
+def test_bfloat16_error_is_bounded_by_transformers_error(name, folder_of):
     core = make_core(folder_of(name), dtype="bfloat16")
     params = EngineSamplingParams(max_tokens=24, ignore_eos=True)
     requests = [Request(p, params, (5, i)) for i, p in enumerate(random_prompts(2 * [50, 20, 40, 3, 1, 33, 9, 8]))]
@@ -133,7 +133,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is_and_nearer_to_the_tra
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "ernie"])
-def test_weights_stay_float32_as_in_transformers_where_none_are_loaded(name, folder_of, tmp_path):
+def test_unloaded_weights_keep_float32_of_transformers(name, folder_of, tmp_path):
     """A trainer sends biases of routers in float32; another model of this process shares what it has."""
     folder = str(tmp_path)
     sizes: dict[str, Any] = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, head_dim=8)
@@ -165,7 +165,7 @@ def test_weights_stay_float32_as_in_transformers_where_none_are_loaded(name, fol
         for name in ARCHITECTURES
     ],
 )
-def test_memory_of_rows_is_what_the_planner_counts(name, folder_of):
+def test_row_memory_equals_planner_estimate(name, folder_of):
     core = make_core(folder_of(name))
     run(core, [Request(p, EngineSamplingParams(max_tokens=3), (0, i)) for i, p in enumerate(random_prompts([40] * 4))])
     cache = core._cache
@@ -177,13 +177,13 @@ def test_memory_of_rows_is_what_the_planner_counts(name, folder_of):
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_a_trainers_weights_are_all_that_the_engine_asks_for(name, folder_of):
+def test_trainer_provides_all_weights_of_engine(name, folder_of):
     trained = load_causal_lm(folder_of(name), device=CPU)
     weights = EngineWeights(make_core(folder_of(name)).model, CPU, 60.0)
     sent = {parameter_name: tensor.shape for parameter_name, tensor in gather_exported_parameters(trained)}
     assert sent == weights._shapes
 
 
-def test_linear_attention_refuses_drafts(folder_of):
+def test_linear_attention_rejects_speculation(folder_of):
     with pytest.raises(ConfigError, match=r"num_speculative_tokens=4 cannot go with .*linear attention.*Set it to 0"):
         NativeInferenceEngine(folder_of("qwen3_5"), num_speculative_tokens=4)

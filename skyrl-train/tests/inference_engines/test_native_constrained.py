@@ -16,11 +16,17 @@ from transformers import AutoModelForCausalLM
 from skyrl_train.errors import UnsupportedByEngine
 from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.constraints import MAX_CHARACTERS, MAX_DEPTH, Constraint
-from skyrl_train.inference_engines.continuation import EngineCall, next_call
+from skyrl_train.inference_engines.continuation import EngineCall, build_next_call
 from skyrl_train.inference_engines.native import constrained
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.loading import load_tokenizer
-from skyrl_train.inference_engines.native.sampling import SamplingBatch, inverse_cdf, random_key, sample, uniforms
+from skyrl_train.inference_engines.native.sampling import (
+    SamplingBatch,
+    compute_random_key,
+    compute_uniforms,
+    sample,
+    sample_by_inverse_cdf,
+)
 from skyrl_train.inference_engines.request import Completion
 
 pytest.importorskip("llguidance", reason="the extra constrained is not installed")
@@ -40,18 +46,18 @@ PROMPT = list(range(10, 30))
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "lark"])
-async def test_white_space_without_end_is_cut_where_something_else_may_come(chat_model, kind):
+async def test_repeated_whitespace_is_masked_when_alternatives_exist(chat_model, kind):
     tokenizer = load_tokenizer(chat_model, False)
     compiler = constrained.ConstraintCompiler(tokenizer, len(tokenizer), [END])
-    constraint = Constraint.of({kind: PERSON if kind == "json_schema" else f"start: %json {json.dumps(PERSON)}"})
+    constraint = Constraint.parse({kind: PERSON if kind == "json_schema" else f"start: %json {json.dumps(PERSON)}"})
     opened, space, name, letter = (tokenizer.convert_tokens_to_ids(each) for each in ("{", " ", '"', "a"))
-    matcher = await compiler.matcher(constraint, [opened])
-    behind = await compiler.matcher(constraint, [opened, *[space] * constrained.MOST_SPACE])
+    matcher = await compiler.build_matcher(constraint, [opened])
+    behind = await compiler.build_matcher(constraint, [opened, *[space] * constrained.MOST_SPACE])
     for _ in range(constrained.MOST_SPACE):
-        assert matcher.allowed(np.zeros(0, np.int64))[0, space]
+        assert matcher.compute_allowed(np.zeros(0, np.int64))[0, space]
         matcher.push(space)
     for full in (matcher, behind):
-        [mask, *later] = full.allowed(np.array([name, letter]))
+        [mask, *later] = full.compute_allowed(np.array([name, letter]))
         assert (mask[space], mask[name]) == (False, True)
         assert later[0].any(), "what follows is what the schema allows"
     compiler.close()
@@ -76,7 +82,7 @@ def text_of(engine: NativeInferenceEngine, completion: Completion) -> str:
     return engine._decode(completion.token_ids)
 
 
-async def test_each_answer_that_ends_by_itself_satisfies_the_schema(engine):
+async def test_completed_responses_satisfy_schema(engine):
     """Samples of a prompt, with truncation, at several temperatures."""
     num_complete = 0
     for params in ({"temperature": 0.7}, {"temperature": 1.5, "top_p": 0.9}, {"temperature": 1.0, "top_k": 5}):
@@ -90,13 +96,13 @@ async def test_each_answer_that_ends_by_itself_satisfies_the_schema(engine):
     assert num_complete >= 12
 
 
-async def test_a_budget_cuts_a_constrained_answer(engine):
+async def test_max_tokens_truncates_constrained_completion(engine):
     [cut] = await ask(engine, [PROMPT], constraint={"json_schema": PERSON}, max_tokens=5)
     assert (cut.stop_reason, len(cut.token_ids)) == ("length", 5)
     assert text_of(engine, cut).startswith("{")
 
 
-async def test_log_probs_of_a_constrained_answer_are_those_of_the_unconstrained_distribution(engine, chat_model):
+async def test_constrained_log_probs_use_unmasked_distribution(engine, chat_model):
     """The trainer computes log softmax(logits / temperature) without the mask; so does the engine. With kept tokens it
     is the distribution over these, which the mask has restricted."""
     model = AutoModelForCausalLM.from_pretrained(chat_model)
@@ -114,7 +120,7 @@ async def test_log_probs_of_a_constrained_answer_are_those_of_the_unconstrained_
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.6}, {"temperature": 1.0, "top_k": 2}])
-async def test_tokens_come_from_the_renormalized_distribution(engine, chat_model, params):
+async def test_constrained_tokens_invert_renormalized_distribution(engine, chat_model, params):
     """A choice of one of five letters: the token is the inverse of the renormalized distribution at its random number,
     for 64 random numbers."""
     letters = "acegi"
@@ -128,14 +134,14 @@ async def test_tokens_come_from_the_renormalized_distribution(engine, chat_model
     allowed[ids] = logits[ids] / params.get("temperature", 1.0)
     if "top_k" in params:
         allowed[allowed < allowed.topk(params["top_k"]).values[-1]] = -torch.inf
-    keys = np.array([random_key(3, index) for index in range(64)])
-    uniform = torch.from_numpy(uniforms(keys, np.full(64, len(PROMPT))))
-    expected = inverse_cdf(allowed.softmax(-1).expand(64, -1), uniform)
+    keys = np.array([compute_random_key(3, index) for index in range(64)])
+    uniform = torch.from_numpy(compute_uniforms(keys, np.full(64, len(PROMPT))))
+    expected = sample_by_inverse_cdf(allowed.softmax(-1).expand(64, -1), uniform)
     assert [answer.token_ids for answer in answers] == [[token] for token in expected.tolist()]
     assert len(set(expected.tolist())) == (2 if "top_k" in params else 5)
 
 
-def test_frequencies_under_a_mask_are_the_renormalized_probabilities():
+def test_masked_frequencies_equal_renormalized_probabilities():
     """All of 20,000 equally spaced random numbers: frequencies are exact to their spacing."""
     num, vocabulary = 20_000, 7
     logits = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.1, -0.4, 0.9])
@@ -149,7 +155,7 @@ def test_frequencies_under_a_mask_are_the_renormalized_probabilities():
     torch.testing.assert_close(draw.log_probs, (logits / 0.8).log_softmax(-1)[draw.tokens])
 
 
-async def test_min_tokens_yields_to_a_constraint_that_is_complete(engine):
+async def test_complete_constraint_overrides_min_tokens(engine):
     """`min_tokens` bans the end as long as something else may come; a complete enumeration value ends."""
     constraint = {"json_schema": {"enum": ["ab"]}}
     [short] = await ask(engine, [PROMPT], constraint=constraint, max_tokens=30, min_tokens=20)
@@ -160,25 +166,25 @@ async def test_min_tokens_yields_to_a_constraint_that_is_complete(engine):
     assert len(number.token_ids) == 21
 
 
-async def test_an_ignored_end_ends_a_complete_constrained_answer(engine):
+async def test_complete_constraint_ends_completion_despite_ignore_eos(engine):
     [answer] = await ask(engine, [PROMPT], constraint={"json_schema": {"enum": [7]}}, max_tokens=9, ignore_eos=True)
     assert (answer.stop_reason, text_of(engine, answer)) == ("stop", "7")
 
 
-async def test_stop_strings_and_stop_tokens_of_a_request_still_end_its_answer(engine):
+async def test_stop_strings_and_tokens_end_constrained_completion(engine):
     [answer] = await ask(engine, [PROMPT], constraint={"json_schema": PERSON}, max_tokens=60, stop=['"name'])
     assert (answer.stop_reason, text_of(engine, answer).endswith('"name')) == ("stop", True)
 
 
 @pytest.mark.parametrize("cut", [1, 7, 30])
-async def test_a_constrained_answer_goes_on_where_it_was_interrupted(engine, cut):
+async def test_interrupted_constrained_completion_resumes_exactly(engine, cut):
     """Token for token, with the schema and with penalties, as if it had not been interrupted."""
     params = {"constraint": {"json_schema": PERSON}, "presence_penalty": 0.5, "logit_bias": {5: 1.0}, "max_tokens": 90}
     [whole] = await ask(engine, [PROMPT], **params)
     assert len(whole.token_ids) > cut
     [first] = await ask(engine, [PROMPT], **(params | {"max_tokens": cut}))
     first = Completion(**(vars(first) | {"stop_reason": "abort"}))
-    call = next_call(PROMPT, params, [first], lambda ids: engine._decode(ids))
+    call = build_next_call(PROMPT, params, [first], lambda ids: engine._decode(ids))
     assert isinstance(call, EngineCall)
     assert call.sampling_params["num_answer_tokens"] == cut
     [rest] = await ask(engine, [call.prompt_token_ids], **call.sampling_params)
@@ -186,14 +192,14 @@ async def test_a_constrained_answer_goes_on_where_it_was_interrupted(engine, cut
     assert first.log_probs + rest.log_probs == whole.log_probs
 
 
-async def test_a_prompt_whose_end_contradicts_the_constraint_is_refused(engine):
+async def test_prompt_suffix_contradicting_constraint_is_rejected(engine):
     with pytest.raises(ValueError, match=r"num_answer_tokens.*contradict"):
         await ask(engine, [PROMPT], constraint={"json_schema": PERSON}, num_answer_tokens=3)
     with pytest.raises(ValueError, match="num_answer_tokens=99 must be at most the 20"):
         await ask(engine, [PROMPT], num_answer_tokens=99)
 
 
-async def test_speculation_changes_no_bit_of_constrained_answers(chat_model, engine):
+async def test_speculation_keeps_constrained_completions_bit_exact(chat_model, engine):
     """Drafts within and against the schema, beside unconstrained rows."""
     fast = engine_of(chat_model, num_speculative_tokens=4)
     listing = {"type": "array", "items": {"enum": ["abab"]}, "minItems": 6, "maxItems": 8}
@@ -218,7 +224,7 @@ async def test_speculation_changes_no_bit_of_constrained_answers(chat_model, eng
         await fast.teardown()
 
 
-async def test_unusable_constraints_are_refused_by_their_reason(engine):
+async def test_unusable_constraint_error_names_reason(engine):
     deep: Any = {"type": "string"}
     for _ in range(MAX_DEPTH):
         deep = {"type": "object", "properties": {"a": deep}}
@@ -241,7 +247,7 @@ async def test_unusable_constraints_are_refused_by_their_reason(engine):
     assert (await ask(engine, [PROMPT], max_tokens=2))[0].stop_reason == "length"
 
 
-async def test_schema_bombs_cost_their_own_request_alone(engine):
+async def test_schema_bomb_fails_only_its_request(engine):
     """Each is refused or answered; a request beside them gets the tokens that it always gets."""
     nested: Any = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 10} for i in range(10)}
     bombs: list[Any] = [
@@ -265,7 +271,7 @@ async def test_schema_bombs_cost_their_own_request_alone(engine):
     assert sum(isinstance(result, list) for result in results) >= 5
 
 
-async def test_a_constraint_that_becomes_too_complex_fails_its_answer_alone(engine, monkeypatch):
+async def test_too_complex_constraint_fails_only_its_completion(engine, monkeypatch):
     matcher_class = constrained.AnswerMatcher
     push = matcher_class.push
 
@@ -283,7 +289,7 @@ async def test_a_constraint_that_becomes_too_complex_fails_its_answer_alone(engi
     assert not engine._core.num_running
 
 
-async def test_an_engine_without_the_library_says_so(chat_model, monkeypatch):
+async def test_constraint_error_names_missing_library(chat_model, monkeypatch):
     monkeypatch.setattr(constrained, "find_spec", lambda _name: None)
     engine = engine_of(chat_model)
     try:
@@ -294,7 +300,7 @@ async def test_an_engine_without_the_library_says_so(chat_model, monkeypatch):
         await engine.teardown()
 
 
-async def test_penalties_and_biases_move_a_greedy_choice_as_computed_directly(engine, chat_model):
+async def test_penalties_and_biases_shift_greedy_token_as_computed(engine, chat_model):
     """logit + bias - frequency * count - presence * (count > 0), of the answer's tokens alone."""
     model = AutoModelForCausalLM.from_pretrained(chat_model)
     bias = {40: 0.5, 41: -1.0, 7: 0.25}
@@ -315,7 +321,7 @@ async def test_penalties_and_biases_move_a_greedy_choice_as_computed_directly(en
     np.testing.assert_allclose(penalized.log_probs, log_probs_of(model, PROMPT, penalized.token_ids)[1], atol=2e-5)
 
 
-async def test_likeliest_tokens_are_those_of_the_model(engine, chat_model):
+async def test_top_k_log_probs_match_model_distribution(engine, chat_model):
     """Whatever is drawn, they are those of the distribution at the temperature; each row has as many as it asks for."""
     model = AutoModelForCausalLM.from_pretrained(chat_model)
     params = {"temperature": 0.7, "max_tokens": 6, "ignore_eos": True, "top_k": 3, "logit_bias": {44: 100.0}}
@@ -335,13 +341,13 @@ async def test_likeliest_tokens_are_those_of_the_model(engine, chat_model):
 
 @settings(max_examples=30, deadline=None)
 @given(st.recursive(st.integers(), lambda inner: st.lists(inner, max_size=3), max_leaves=8), st.integers(0, 6))
-def test_depth_of_a_schema_is_that_of_its_objects_and_arrays(value, limit):
+def test_schema_depth_counts_objects_and_arrays(value, limit):
     def depth(node: Any) -> int:
         return 1 + max(map(depth, node), default=0) if isinstance(node, list) else 0
 
     from skyrl_train.inference_engines.constraints import _is_deeper
 
     assert _is_deeper({"enum": value}, limit) == (1 + depth(value) > limit)
-    assert Constraint.of({"json_schema": {"enum": value}}) == Constraint.of(
+    assert Constraint.parse({"json_schema": {"enum": value}}) == Constraint.parse(
         {"json_schema": json.dumps({"enum": value})}
     )

@@ -14,7 +14,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.native import packed_linear
 from skyrl_train.inference_engines.native.attention import SharedKeys
 from skyrl_train.inference_engines.native.core import NativeEngineCore
-from skyrl_train.inference_engines.native.packed_linear import can_pack, pack_linears, stale_copies
+from skyrl_train.inference_engines.native.packed_linear import can_pack, find_stale_copies, pack_linears
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, PromptScoring, Request
 from skyrl_train.inference_engines.request import Completion
 from skyrl_train.weight_sync.fingerprint import VerificationSample
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_greedy_answers_are_those_of_transformers_generate(tiny_models, name):
+def test_greedy_completions_equal_transformers_generate(tiny_models, name):
     """Log-probs equal those of one plain forward pass over prompt and response, too."""
     reference = AutoModelForCausalLM.from_pretrained(tiny_models(name))
     prompts = random_prompts([1, 2, 7, 33, 64, 150])
@@ -48,7 +48,7 @@ def packed(request, monkeypatch) -> bool:
 @pytest.mark.parametrize(
     ("name", "packed"), [*((name, False) for name in ARCHITECTURES), ("qwen3", True)], indirect=["packed"]
 )
-def test_a_request_gets_the_same_bits_alone_and_in_a_crowd(tiny_models, name, packed):
+def test_request_is_bit_exact_alone_and_batched(tiny_models, name, packed):
     """Lengths from 1 to past the attention's chunks; half of the requests join later; they end at different times."""
     lengths = [1, 2, 5, 31, 32, 33, 40, 64, 65, 120, 127, 129, 200, 250, 310, 12, 17]
     prompts = random_prompts(lengths)
@@ -89,7 +89,7 @@ def beginning_alike(beginnings: list[np.ndarray], count: int) -> list[np.ndarray
 
 
 @pytest.mark.parametrize(("name", "drafts"), [*((name, 0) for name in ARCHITECTURES), ("qwen3", 3)])
-def test_keys_that_prompts_share_are_read_once_and_change_no_bit(tiny_models, name, drafts, lengths_shared):
+def test_shared_prefix_keys_keep_outputs_bit_exact(tiny_models, name, drafts, lengths_shared):
     """Two groups and a row of its own, whose prompt is shorter than what the groups share."""
     core_alone, crowd = make_core(tiny_models(name)), make_core(tiny_models(name), num_draft_tokens=drafts)
     prompts = [*beginning_alike(random_prompts([290, 300]), 4), *random_prompts([70], seed=9)]
@@ -109,7 +109,7 @@ def test_keys_that_prompts_share_are_read_once_and_change_no_bit(tiny_models, na
 
 
 @pytest.mark.parametrize("version", [1, 0])  # 0: another update to the version that was there
-def test_equal_prompts_before_and_after_an_update_share_no_keys(tiny_models, lengths_shared, version):
+def test_weight_update_invalidates_shared_prefix_keys(tiny_models, lengths_shared, version):
     core = make_core(tiny_models("qwen3"))
     [prompt] = random_prompts([200])
     before, after = [[Request(prompt, EngineSamplingParams(max_tokens=12), (5, i)) for i in (a, a + 1)] for a in (0, 2)]
@@ -121,11 +121,11 @@ def test_equal_prompts_before_and_after_an_update_share_no_keys(tiny_models, len
     with torch.inference_mode():
         for parameter in core.model.parameters():
             parameter.mul_(1.01)
-    core.take_version(version)
+    core.update_version(version)
     for request in after:
         core.add_request(request)
     done |= core.step()
-    assert [sorted(rows.tolist()) for rows in core._rows.shared_keys(4).groups] == [[0, 1], [2, 3]]
+    assert [sorted(rows.tolist()) for rows in core._rows.get_shared_keys(4).groups] == [[0, 1], [2, 3]]
     while core.num_running:
         done |= core.step()
     assert done[before[0]].token_ids[:1] == expected[0].token_ids[:1]
@@ -147,7 +147,7 @@ def make_core_cached(path: str) -> NativeEngineCore:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
-def test_an_aborted_request_sent_again_goes_on_bit_for_bit(tiny_models, name):
+def test_resubmitted_aborted_request_continues_bit_exactly(tiny_models, name):
     """The request contains its tokens behind the prompt: random numbers are the same, and prefill computes what
     decoding had computed.
     """
@@ -167,7 +167,7 @@ def test_an_aborted_request_sent_again_goes_on_bit_for_bit(tiny_models, name):
     assert part.log_probs + rest.log_probs == whole.log_probs
 
 
-def test_samples_of_one_prompt_compute_it_once_even_if_they_come_later(tiny_models):
+def test_samples_of_same_prompt_prefill_once(tiny_models):
     prompts = random_prompts([40, 30])
     params = EngineSamplingParams(max_tokens=20)
     apart = [run(make_core(tiny_models("qwen3")), [Request(p, params, (0, i))])[0] for i, p in enumerate(prompts * 4)]
@@ -185,7 +185,7 @@ def test_samples_of_one_prompt_compute_it_once_even_if_they_come_later(tiny_mode
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_prompts_scores_are_at_the_temperature_asked_for_and_the_bits_of_decoding(tiny_models, name):
+def test_prompt_scores_use_temperature_and_equal_decoding(tiny_models, name):
     """Scored beside others: the log-probs that were reported when the same tokens were drawn, and the likeliest."""
     core = make_core_cached(tiny_models(name))
     prompts = random_prompts([3, 40, 130, 20])
@@ -209,7 +209,7 @@ def test_a_prompts_scores_are_at_the_temperature_asked_for_and_the_bits_of_decod
             assert (np.diff(scores.top_log_probs) <= 0).all()
 
 
-def test_prompts_that_differ_in_the_last_token_share_all_but_it(tiny_models):
+def test_prompts_differing_in_last_token_share_prefix(tiny_models):
     [prompt] = random_prompts([40])
     other = np.append(prompt[:-1], (prompt[-1] + 1) % 62)
     requests = [
@@ -222,7 +222,7 @@ def test_prompts_that_differ_in_the_last_token_share_all_but_it(tiny_models):
     assert all(same_bits(one, alone) for one, alone in zip(together, expected, strict=True))
 
 
-def test_more_requests_than_rows_wait_their_turn(tiny_models):
+def test_requests_beyond_num_rows_wait(tiny_models):
     core = make_core(tiny_models("llama"), max_num_seqs=3)
     requests = [
         Request(prompt, EngineSamplingParams(max_tokens=4 + index), (0, index))
@@ -239,7 +239,7 @@ def test_more_requests_than_rows_wait_their_turn(tiny_models):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_answers_are_close_to_full_precision(tiny_models, dtype):
+def test_half_precision_log_probs_are_close_to_float32(tiny_models, dtype):
     [prompt] = random_prompts([30])
     params = EngineSamplingParams(max_tokens=1, temperature=0.0)
     full = run(make_core(tiny_models("qwen3")), [Request(prompt, params, (0, 0))])[0]
@@ -249,7 +249,7 @@ def test_half_precision_answers_are_close_to_full_precision(tiny_models, dtype):
 
 
 @pytest.mark.parametrize("packed", [False, True], indirect=True)
-def test_weights_with_nan_fail_the_request_and_leave_nothing_behind(tiny_models, packed):
+def test_nan_weights_fail_request_and_leave_no_state(tiny_models, packed):
     core = make_core(tiny_models("qwen3"))
     requests = [Request(prompt, EngineSamplingParams(max_tokens=5), (0, 0)) for prompt in random_prompts([40])]
     good = run(core, requests)[0]
@@ -264,7 +264,7 @@ def test_weights_with_nan_fail_the_request_and_leave_nothing_behind(tiny_models,
     assert same_bits(run(core, requests)[0], good)
 
 
-def test_weights_with_nan_leave_nothing_behind_of_a_prompt_in_chunks(tiny_models):
+def test_nan_weights_leave_no_state_of_chunked_prompt(tiny_models):
     core = make_core(tiny_models("qwen3"), max_prefill_tokens=64)
     short, long = (Request(p, EngineSamplingParams(max_tokens=5), (0, 0)) for p in random_prompts([5, 200]))
     [good] = run(core, [short])
@@ -276,7 +276,7 @@ def test_weights_with_nan_leave_nothing_behind_of_a_prompt_in_chunks(tiny_models
     assert long.num_chunked == 64
     core.abort([long])
     weight.copy_(kept)
-    core.take_version(1)
+    core.update_version(1)
     assert same_bits(run(core, [short])[0], good)
 
 
@@ -284,7 +284,7 @@ def cache_bytes(core: NativeEngineCore) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in core._cache.tensors())
 
 
-def test_memory_of_a_peak_is_given_back_after_a_batch_that_needs_less_than_half(tiny_models):
+def test_peak_memory_is_released_after_smaller_batch(tiny_models):
     core = make_core(tiny_models("qwen3"))
 
     def requests(num: int, length: int) -> list[Request]:
@@ -303,7 +303,7 @@ def test_memory_of_a_peak_is_given_back_after_a_batch_that_needs_less_than_half(
     assert cache_bytes(core) == peak
 
 
-def test_an_unknown_dtype_is_a_config_error(tiny_models):
+def test_unknown_dtype_raises_config_error(tiny_models):
     with pytest.raises(ConfigError, match="dtype must be one of float32, bfloat16, float16; got 'int8'"):
         make_core(tiny_models("qwen3"), dtype="int8")
 
@@ -311,7 +311,7 @@ def test_an_unknown_dtype_is_a_config_error(tiny_models):
 @pytest.mark.skipif(not can_pack(), reason="this torch packs no linear layers")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_packed_copy_that_kept_old_weights_is_named(bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+def test_stale_packed_copy_is_named(bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packed_linear, "SMALLEST", 0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 24, bias=bias), torch.nn.Linear(24, 8, bias=bias)).to(dtype)
     x = torch.randn(9, 40).to(dtype)
@@ -322,9 +322,9 @@ def test_a_packed_copy_that_kept_old_weights_is_named(bias: bool, dtype: torch.d
     sampling = VerificationSample(1, "sampled")
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("oneDNN has no bfloat16 on this processor")
-    assert stale_copies(model, sampling) == []
+    assert find_stale_copies(model, sampling) == []
     with torch.no_grad():  # a neighbour of the number
         model[1].weight.view(torch.int32 if dtype == torch.float32 else torch.int16)[5, 7] += 1
-    assert stale_copies(model, sampling) == ["1"]
+    assert find_stale_copies(model, sampling) == ["1"]
     pack_linears(model)
-    assert stale_copies(model, sampling) == []
+    assert find_stale_copies(model, sampling) == []

@@ -52,7 +52,7 @@ def shares(answers: list[Completion]) -> float:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "qwen2_window"])
-def test_answers_are_the_same_bits_with_a_draft_model(tiny_models, name):
+def test_draft_model_keeps_completions_bit_exact(tiny_models, name):
     """Requests come and go beside each other, of other settings; more than may be drafted run at first."""
     params = [SAMPLED, GREEDY, replace(SAMPLED, max_tokens=7), replace(SAMPLED, top_p=0.8, top_k=20)]
     params += [
@@ -72,7 +72,7 @@ def test_answers_are_the_same_bits_with_a_draft_model(tiny_models, name):
     assert drafted[4].drafts == (0, 0)  # a penalty looks at the tokens before
 
 
-def test_model_drafts_for_itself_all_that_is_drawn(tiny_models):
+def test_model_as_own_draft_has_no_rejected_drafts(tiny_models):
     """Its numbers depend neither on the width of a pass nor on rows that moved meanwhile: no draft is rejected."""
     path = tiny_models("qwen3")
     params = [replace(own, max_tokens=5 + 9 * index) for index, own in enumerate([SAMPLED, GREEDY, SAMPLED, SAMPLED])]
@@ -82,7 +82,7 @@ def test_model_drafts_for_itself_all_that_is_drawn(tiny_models):
     assert alone.drafts == (32, 32)  # a token of the prompt's pass, then 8 passes of 4 drafts and one more token
 
 
-def test_other_model_as_draft_leaves_answers_as_they_are(tiny_models):
+def test_different_draft_model_keeps_completions(tiny_models):
     """And where it has fallen behind, it computes what it lacks in parts."""
     path, other = tiny_models("qwen3"), tiny_models("llama")
     requests = requests_of(SAMPLED, GREEDY, SAMPLED)
@@ -92,7 +92,7 @@ def test_other_model_as_draft_leaves_answers_as_they_are(tiny_models):
         assert same_bits(answer, expected)
 
 
-def test_ids_beyond_the_vocabulary_of_the_draft_model_end_nothing(tiny_models, tmp_path):
+def test_ids_beyond_draft_vocabulary_do_not_end_completion(tiny_models, tmp_path):
     """Models of a family fill up the same tokens to vocabularies of different sizes."""
     path = tiny_models("qwen3")
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, vocab_size=40)).save_pretrained(tmp_path)
@@ -103,7 +103,7 @@ def test_ids_beyond_the_vocabulary_of_the_draft_model_end_nothing(tiny_models, t
     assert sum(answer.drafts.num_drafted for answer in drafted if answer.drafts is not None) > 0
 
 
-def test_tokens_behind_drafts_have_the_distribution_of_the_model(tiny_models):
+def test_tokens_after_drafts_follow_model_distribution(tiny_models):
     """Chi-squared test of 1,500 second tokens after one first token, against exact probabilities."""
     path = tiny_models("qwen3")
     core = core_with_draft(path, load(path, noise=0.3), num=1, max_drafting=64)
@@ -131,7 +131,7 @@ def core_logits(path: str, ids: list[int]) -> torch.Tensor:
     return AutoModelForCausalLM.from_pretrained(path)(torch.tensor([ids])).logits[0, -1]
 
 
-async def test_engine_counts_drafts_of_its_draft_model_and_keeps_it_over_sleep(tiny_models):
+async def test_engine_counts_drafts_and_keeps_draft_model_over_sleep(tiny_models):
     path = tiny_models("qwen3")
     asked = batch([5, 9, 12], max_tokens=20, temperature=1.0, seed=3) | {"count_cached_tokens": True}
     async with engine_of(path) as engine:
@@ -147,7 +147,7 @@ async def test_engine_counts_drafts_of_its_draft_model_and_keeps_it_over_sleep(t
             await engine.wake_up()
 
 
-def test_draft_models_that_cannot_serve_are_refused(tiny_models, tmp_path):
+def test_unsuitable_draft_models_are_rejected(tiny_models, tmp_path):
     path = tiny_models("qwen3")
     short = AutoConfig.from_pretrained(path, max_position_embeddings=64)
     AutoModelForCausalLM.from_config(short).save_pretrained(tmp_path / "short")

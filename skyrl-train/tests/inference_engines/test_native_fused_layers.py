@@ -13,7 +13,7 @@ from skyrl_train.inference_engines.native import fused_layers, packed_linear
 from skyrl_train.inference_engines.native.attention import ATTENTION_NAME
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.fused_layers import FusedDecoder, fuse_layers
-from skyrl_train.inference_engines.native.packed_linear import can_pack, pack_linears, stale_copies
+from skyrl_train.inference_engines.native.packed_linear import can_pack, find_stale_copies, pack_linears
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 from skyrl_train.weight_sync.fingerprint import VerificationSample
 
@@ -57,7 +57,7 @@ def expect_log_probs_of(reference: Any, model: Any, lengths: list[int], max_toke
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_fused_layers_have_the_log_probs_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_fused_layers_equal_transformers_log_probs(kind: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packed_linear, "SMALLEST", 0)
     monkeypatch.setattr(fused_layers, "_PART", 64)
     model = make_model(kind)
@@ -97,7 +97,7 @@ def replace_forward(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [replace_mlp, add_hook, replace_forward])
-def test_a_decoder_with_a_part_of_ones_own_computes_by_it(change: Any):
+def test_custom_decoder_part_is_used(change: Any):
     model = make_model("llama")
     change(model)
     reference = copy.deepcopy(model)
@@ -112,7 +112,7 @@ def test_a_decoder_with_a_part_of_ones_own_computes_by_it(change: Any):
     expect_log_probs_of(reference, model, [40], 5)
 
 
-def test_a_model_that_gives_its_decoder_embeddings_computes_with_them():
+def test_embeddings_passed_to_decoder_are_used():
     class Scaled(hf.LlamaForCausalLM):
         def forward(self, input_ids: torch.Tensor, **keywords: Any) -> Any:
             return super().forward(inputs_embeds=3 * self.get_input_embeddings()(input_ids), **keywords)
@@ -127,7 +127,7 @@ def test_a_model_that_gives_its_decoder_embeddings_computes_with_them():
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_fused_layers_round_bfloat16_where_transformers_layers_round(kind: str):
+def test_fused_layers_round_bfloat16_like_transformers(kind: str):
     """Trainer and engine then have the same log-probs, but for sums of float32 that fall beside a rounding."""
     found = []
     for change in (lambda model: None, fuse_layers):
@@ -144,13 +144,13 @@ def test_fused_layers_round_bfloat16_where_transformers_layers_round(kind: str):
 
 @pytest.mark.skipif(not can_pack(), reason="this torch packs no linear layers")
 @pytest.mark.parametrize("changed", ["k_proj.weight", "k_proj.bias"])
-def test_a_part_of_a_packed_copy_that_kept_old_numbers_is_named(changed: str, monkeypatch: pytest.MonkeyPatch):
+def test_stale_part_of_packed_copy_is_named(changed: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packed_linear, "SMALLEST", 0)
     model, sampling = make_model("qwen2"), VerificationSample(1, "full")
     fuse_layers(model)
     pack_linears(model)
-    assert stale_copies(model, sampling) == []
+    assert find_stale_copies(model, sampling) == []
     model.get_parameter(f"model.layers.1.self_attn.{changed}").add_(1)
-    assert stale_copies(model, sampling) == ["model.layers.1.self_attn.k_proj"]
+    assert find_stale_copies(model, sampling) == ["model.layers.1.self_attn.k_proj"]
     pack_linears(model)
-    assert stale_copies(model, sampling) == []
+    assert find_stale_copies(model, sampling) == []

@@ -22,7 +22,7 @@ from skyrl_train.inference_engines.native import packed_linear
 from skyrl_train.inference_engines.native.attention import MIN_ROWS
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.experts import PROJECTIONS
-from skyrl_train.inference_engines.native.lora import Lora, groups_of
+from skyrl_train.inference_engines.native.lora import Lora, group_rows_by_slot
 from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.inference_engines.native.packed_linear import pack_linears
 from skyrl_train.inference_engines.native.requests import NO_LORA, EngineSamplingParams, Request
@@ -89,7 +89,7 @@ pytestmark = [  # peft's
 def load(core: NativeEngineCore, folder: str, name: str = "first", version: int = 1) -> Lora:
     layers = read_lora(folder, core.model, 64)
     core.loras.load(LoraLoadRequest(name=name, path=folder, version=version), layers, "full")
-    lora = core.loras.named(name)
+    lora = core.loras.get_by_name(name)
     assert lora is not None
     return lora
 
@@ -106,7 +106,7 @@ def load(core: NativeEngineCore, folder: str, name: str = "first", version: int 
         ("qwen2_window", {"target_modules": ["down_proj"]}),
     ],
 )
-def test_log_probs_are_those_of_peft(tiny_models, adapter, name, config):
+def test_log_probs_equal_peft(tiny_models, adapter, name, config):
     """Adapter and plain model share one batch; prompts and responses are compared."""
     folder = adapter(tiny_models(name), **config)
     plain = AutoModelForCausalLM.from_pretrained(tiny_models(name))
@@ -131,7 +131,7 @@ def test_log_probs_are_those_of_peft(tiny_models, adapter, name, config):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe"])
-def test_a_request_gets_the_same_bits_alone_and_in_a_crowd_of_other_adapters(tiny_models, adapter, name):
+def test_request_is_bit_exact_among_other_adapters(tiny_models, adapter, name):
     """Three adapters of different ranks and layers, and the plain model; they come and leave at different times."""
     path = tiny_models(name)
     folders = [adapter(path, 1), adapter(path, 2, rank=30, target_modules=ATTENTION), adapter(path, 3, rank=1)]
@@ -159,7 +159,7 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_crowd_of_other_adapters(tin
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_drafts_change_no_bit_of_adapted_answers(tiny_models, adapter, name):
+def test_drafts_keep_adapted_completions_bit_exact(tiny_models, adapter, name):
     path = tiny_models(name)
     folders = [adapter(path, seed) for seed in range(2)]
 
@@ -179,7 +179,7 @@ def test_drafts_change_no_bit_of_adapted_answers(tiny_models, adapter, name):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_the_plain_model_is_as_if_there_were_no_adapters(tiny_models, adapter, name):
+def test_base_model_is_bit_exact_when_adapters_are_loaded(tiny_models, adapter, name):
     """Bits are the same before an adapter is loaded, beside it, and after its removal, which leaves no hook."""
     [prompt] = random_prompts([40])
     core = make_core(tiny_models(name))
@@ -199,7 +199,7 @@ def test_the_plain_model_is_as_if_there_were_no_adapters(tiny_models, adapter, n
     assert same_bits(before, run(core, [ask()])[0])
 
 
-def test_prompts_are_shared_within_an_adapter_and_its_version_only(tiny_models, adapter):
+def test_prompts_are_shared_only_within_adapter_version(tiny_models, adapter):
     path = tiny_models("qwen3")
     [prompt] = random_prompts([40])
     core = make_core(path)
@@ -222,7 +222,7 @@ def test_prompts_are_shared_within_an_adapter_and_its_version_only(tiny_models, 
     assert len(late) == 2 and all(same_bits(completion, expected) for completion in late)
 
 
-def test_an_update_of_the_model_reaches_adapted_layers_too(tiny_models, adapter, monkeypatch):
+def test_weight_update_reaches_adapted_layers(tiny_models, adapter, monkeypatch):
     """W changes under the adapter: packed copies are made anew, and no prompt of the old weights is shared."""
     monkeypatch.setattr(packed_linear, "SMALLEST", 0)
     path = tiny_models("llama")
@@ -236,7 +236,7 @@ def test_an_update_of_the_model_reaches_adapted_layers_too(tiny_models, adapter,
         for parameter in core.model.parameters():
             parameter.mul_(1.1)
     pack_linears(core.model)
-    core.take_version(7)
+    core.update_version(7)
     core.add_request(Request(prompt, EngineSamplingParams(max_tokens=10), (0, 1), lora))
     while not (outcomes := core.step()):
         pass
@@ -253,7 +253,7 @@ def test_an_update_of_the_model_reaches_adapted_layers_too(tiny_models, adapter,
     assert completion.weight_versions == [1] * 10  # the adapter's
 
 
-def test_bfloat16_adapters_are_near_peft(tiny_models, adapter):
+def test_bfloat16_adapters_are_close_to_peft(tiny_models, adapter):
     folder = adapter(tiny_models("qwen3"))
     model = AutoModelForCausalLM.from_pretrained(tiny_models("qwen3"), dtype=torch.bfloat16)
     adapted = PeftModel.from_pretrained(model, folder).eval().to(torch.bfloat16)
@@ -267,10 +267,10 @@ def test_bfloat16_adapters_are_near_peft(tiny_models, adapter):
 # ---- groups
 
 
-def test_rows_are_gathered_by_slot_by_hand():
+def test_rows_are_gathered_by_slot():
     """Rows 0, 3, 4 use slot 2 and row 2 uses slot 0: two groups of at least four places, slot 0 first."""
     slots = np.array([2, NO_LORA, 0, 2, 2])
-    groups = groups_of(slots, CPU, apart=False)
+    groups = group_rows_by_slot(slots, CPU, apart=False)
     assert groups is not None and groups.size == MIN_ROWS == 4
     assert isinstance(groups.slots, torch.Tensor) and groups.slots.tolist() == [0, 2]
     assert groups.gathered is not None and groups.gathered.tolist() == [2, 2, 2, 2, 0, 3, 4, 0]
@@ -278,19 +278,19 @@ def test_rows_are_gathered_by_slot_by_hand():
     assert groups.places is not None and groups.places.tolist() == [4, 0, 5, 6]
 
 
-def test_one_adapter_for_all_rows_gathers_nothing():
-    groups = groups_of(np.array([1, 1, 1, 1]), CPU, apart=True)
+def test_single_adapter_for_all_rows_skips_gathering():
+    groups = group_rows_by_slot(np.array([1, 1, 1, 1]), CPU, apart=True)
     assert groups is not None and groups.slots == slice(1, 2) and groups.gathered is None
 
 
-def test_rows_without_adapters_make_no_groups():
-    assert groups_of(np.full(6, NO_LORA), CPU, apart=False) is None
+def test_rows_without_adapters_form_no_groups():
+    assert group_rows_by_slot(np.full(6, NO_LORA), CPU, apart=False) is None
 
 
 # ---- the engine
 
 
-async def test_adapters_by_name(tiny_models, adapter):
+async def test_adapters_are_selected_by_name(tiny_models, adapter):
     path = tiny_models("qwen3")
     async with engine_of(path, max_loras=2) as engine:
         assert "lora" not in (await engine.describe()).unsupported
@@ -317,7 +317,7 @@ async def test_adapters_by_name(tiny_models, adapter):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-async def test_the_report_is_of_the_files_tensors_as_the_engine_holds_them(tiny_models, adapter, name):
+async def test_adapter_report_fingerprints_loaded_tensors(tiny_models, adapter, name):
     folder = adapter(tiny_models(name))
     tensors = load_file(Path(folder) / "adapter_model.safetensors")
     expected = {key: tensor for key, tensor in tensors.items() if ".lora_" in key}
@@ -329,7 +329,7 @@ async def test_the_report_is_of_the_files_tensors_as_the_engine_holds_them(tiny_
     assert report.fingerprints == fingerprints_of(expected.items(), 5, "sampled")
 
 
-async def test_a_replaced_adapter_writes_the_rest_of_running_answers(tiny_models, adapter):
+async def test_replaced_adapter_continues_running_completions(tiny_models, adapter):
     path = tiny_models("qwen3")
     first, second = adapter(path, 1), adapter(path, 2)
     async with engine_of(path) as engine:
@@ -344,7 +344,7 @@ async def test_a_replaced_adapter_writes_the_rest_of_running_answers(tiny_models
         assert versions == sorted(versions) and set(versions) == {1, 2} and len(versions) == 300
 
 
-async def test_an_adapter_goes_when_its_last_request_ended(tiny_models, adapter):
+async def test_adapter_is_removed_after_last_request(tiny_models, adapter):
     path = tiny_models("qwen3")
     async with engine_of(path) as engine:
         await engine.load_lora(LoraLoadRequest(name="policy", path=adapter(path, 1), version=1))
@@ -364,7 +364,7 @@ async def test_an_adapter_goes_when_its_last_request_ended(tiny_models, adapter)
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_adapters_outlast_sleep(tiny_models, adapter, tmp_path, level):
+async def test_adapters_survive_sleep(tiny_models, adapter, tmp_path, level):
     """Those loaded meanwhile as well. An update brings the model's weights back after level 2, and no adapters."""
     path = tiny_models("qwen3")
     first, second = (adapter(path, seed, target_modules=ATTENTION) for seed in (1, 2))
@@ -382,7 +382,7 @@ async def test_adapters_outlast_sleep(tiny_models, adapter, tmp_path, level):
         assert await engine.generate_batch(batch(PROMPT, lora="other", max_tokens=9, seed=1)) != before
 
 
-async def test_an_engine_without_adapters_says_so(tiny_models, adapter):
+async def test_engine_without_lora_rejects_adapters(tiny_models, adapter):
     async with engine_of(tiny_models("qwen3"), max_lora_rank=0) as engine:
         assert (await engine.describe()).unsupported["lora"].endswith("(max_lora_rank=0)")
         with pytest.raises(UnsupportedByEngine, match="max_lora_rank=0"):
@@ -404,13 +404,13 @@ async def test_an_engine_without_adapters_says_so(tiny_models, adapter):
         ({"rank": 80}, "has rank 80, above the engine's max_lora_rank=64"),
     ],
 )
-def test_adapters_beyond_low_rank_products_are_refused(tiny_models, adapter, config, message):
+def test_adapters_beyond_low_rank_products_are_rejected(tiny_models, adapter, config, message):
     folder = adapter(tiny_models("llama"), **config)
     with pytest.raises(ValueError, match=message):
         load(make_core(tiny_models("llama")), folder)
 
 
-def test_fused_experts_are_refused_by_name(tiny_models, adapter):
+def test_fused_experts_are_rejected_by_name(tiny_models, adapter):
     folder = adapter(
         tiny_models("qwen3_moe"), target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"]
     )
@@ -418,7 +418,7 @@ def test_fused_experts_are_refused_by_name(tiny_models, adapter):
         load(make_core(tiny_models("qwen3_moe")), folder)
 
 
-def test_another_models_adapter_is_refused_by_the_layer(tiny_models, adapter, tmp_path):
+def test_adapter_of_other_model_error_names_layer(tiny_models, adapter, tmp_path):
     folder = Path(adapter(tiny_models("llama"), target_modules=["q_proj"]))
     tensors = load_file(folder / "adapter_model.safetensors")
     config = (folder / "adapter_config.json").read_text()
@@ -442,7 +442,7 @@ def test_another_models_adapter_is_refused_by_the_layer(tiny_models, adapter, tm
     assert not core.loras  # nothing of it stayed
 
 
-def test_adapters_of_a_part_of_the_experts_are_refused(tiny_models, adapter, tmp_path):
+def test_adapters_of_some_experts_are_rejected(tiny_models, adapter, tmp_path):
     folder = Path(adapter(tiny_models("qwen3_moe"), target_modules=["q_proj", "up_proj"]))
     tensors = load_file(folder / "adapter_model.safetensors")
     shutil.copy(folder / "adapter_config.json", tmp_path)
@@ -462,7 +462,7 @@ def test_adapters_of_a_part_of_the_experts_are_refused(tiny_models, adapter, tmp
     assert not core.loras
 
 
-def test_a_folder_without_adapter_is_refused(tiny_models, tmp_path):
+def test_folder_without_adapter_is_rejected(tiny_models, tmp_path):
     core = make_core(tiny_models("llama"))
     with pytest.raises(ValueError, match="no adapter can be read from"):
         load(core, str(tmp_path))

@@ -23,7 +23,7 @@ def check_tree(tree: PrefixTree, num_steps: int = 400) -> None:
         tokens = generator.integers(3, size=generator.integers(1, 20))
         adapter = int(generator.integers(2))
         prefixes = [(adapter, tokens[: end + 1].tobytes()) for end in range(len(tokens))]
-        assert tree.match_length(tokens, adapter) == len(found := tree.match(tokens, adapter))
+        assert tree.get_match_length(tokens, adapter) == len(found := tree.match(tokens, adapter))
         assert [held[slot] for slot in found.tolist()] == prefixes[: len(found)]
         if tree.max_tokens > 10_000:  # nothing gives way: the longest known prefix is found
             assert len(found) == sum(prefix in known for prefix in prefixes)
@@ -38,7 +38,7 @@ def check_tree(tree: PrefixTree, num_steps: int = 400) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 7, 60, 10**6])
-def test_slots_of_a_prefix_hold_its_tokens_and_the_least_recently_used_give_way(max_tokens: int):
+def test_prefix_slots_match_tokens_and_evict_least_recently_used(max_tokens: int):
     check_tree(PrefixTree(max_tokens))
 
 
@@ -92,20 +92,20 @@ class EvictsWithoutFreeing(PrefixTree):
         *(EvictsWhatIsInUse, EvictsWithoutFreeing),
     ],
 )
-def test_faults_planted_in_the_tree_are_detected(faulty: type[PrefixTree]):
+def test_invariant_check_detects_planted_tree_faults(faulty: type[PrefixTree]):
     with pytest.raises((AssertionError, KeyError)):
         for max_tokens in (7, 60, 10**6):
             check_tree(faulty(max_tokens))
 
 
-def test_the_sequence_not_used_for_longest_gives_way():
+def test_least_recently_used_sequence_is_evicted():
     tree = PrefixTree(12)
     first, second, third = ([index] * 4 for index in range(3))
     for tokens in (first, second, third):
         tree.insert(np.array(tokens))
     tree.match(np.array(first))
     tree.insert(np.array([0, 0, 5, 5, 5]))  # shares two tokens of the first, three must go
-    lengths = [tree.match_length(np.array(tokens)) for tokens in (first, second, third)]
+    lengths = [tree.get_match_length(np.array(tokens)) for tokens in (first, second, third)]
     assert lengths == [4, 0, 4] and tree.num_tokens == 11
 
 
@@ -150,7 +150,7 @@ def same(one: list[Completion], other: list[Completion]) -> bool:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_window"])
-def test_conversations_have_the_bits_of_a_core_without_cache_and_compute_nothing_twice(tiny_models, name: str):
+def test_cached_conversations_are_bit_exact_and_not_recomputed(tiny_models, name: str):
     """But for the last token of prompts that are known as a whole: those of other samples and of retries."""
     expected, without, _ = conversations(make_core(tiny_models(name), max_prefix_tokens=0))
     core = make_core(tiny_models(name))
@@ -162,7 +162,7 @@ def test_conversations_have_the_bits_of_a_core_without_cache_and_compute_nothing
 
 
 @pytest.mark.parametrize("max_tokens", [50, 300])
-def test_a_cache_that_is_too_small_stays_in_its_memory_and_gives_the_same_bits(tiny_models, max_tokens: int):
+def test_small_cache_stays_in_budget_and_bit_exact(tiny_models, max_tokens: int):
     expected, without, _ = conversations(make_core(tiny_models("qwen3"), max_prefix_tokens=0))
     core = make_core(tiny_models("qwen3"), max_prefix_tokens=max_tokens)
     found, computed, _ = conversations(core)
@@ -184,7 +184,7 @@ def answers_over_an_update(core: NativeEngineCore) -> list[Completion]:
     with torch.inference_mode():
         for parameter in core.model.parameters():
             parameter.mul_(1.1)
-    core.take_version(1)
+    core.update_version(1)
     done = {}
     while core.num_running:
         done |= core.step()
@@ -199,11 +199,11 @@ def keep_old_prefixes(core: NativeEngineCore) -> None:
 
 
 def keep_rows_of_both_weights(core: NativeEngineCore) -> None:
-    core.take_version = lambda version: (setattr(core, "weight_version", version), core.clear_prefixes())[0]
+    core.update_version = lambda version: (setattr(core, "weight_version", version), core.clear_prefixes())[0]
 
 
 @pytest.mark.parametrize("fault", [None, keep_old_prefixes, keep_rows_of_both_weights])
-def test_no_prefix_of_older_weights_is_used(tiny_models, fault: Callable[[NativeEngineCore], None] | None):
+def test_prefixes_of_older_weights_are_not_reused(tiny_models, fault: Callable[[NativeEngineCore], None] | None):
     expected = answers_over_an_update(make_core(tiny_models("qwen3"), max_prefix_tokens=0))
     core = make_core(tiny_models("qwen3"))
     if fault is not None:
@@ -214,7 +214,7 @@ def test_no_prefix_of_older_weights_is_used(tiny_models, fault: Callable[[Native
 # ---- long prompts
 
 
-def test_keys_of_prompts_that_are_computed_together_are_bounded(tiny_models, monkeypatch: pytest.MonkeyPatch):
+def test_keys_of_batched_prompts_are_bounded(tiny_models, monkeypatch: pytest.MonkeyPatch):
     """Few new tokens each, behind long prefixes: 8 x 64 keys hold one prompt of 310, and two of 110."""
     for length, together in ((300, 1), (100, 2)):
         core = make_core(tiny_models("qwen3"), max_prefill_tokens=64)
@@ -235,7 +235,7 @@ def test_keys_of_prompts_that_are_computed_together_are_bounded(tiny_models, mon
         assert sum(sizes) == 4
 
 
-def test_a_long_prompt_comes_in_parts_while_others_write(tiny_models):
+def test_long_prompt_is_prefilled_in_chunks_during_decoding(tiny_models):
     [short, long] = random_prompts([20, 300])
     expected = [run(make_core(tiny_models("qwen3")), [ask(p, i, 40)])[0] for i, p in enumerate((short, long))]
     core = make_core(tiny_models("qwen3"), max_prefill_tokens=64)
@@ -253,7 +253,7 @@ def test_a_long_prompt_comes_in_parts_while_others_write(tiny_models):
     assert done[requests[1]].num_cached_prompt_tokens == 0, "what was computed for it in parts is not cached"
 
 
-def test_parts_of_a_prompt_survive_neither_an_abort_nor_new_weights_nor_a_small_cache(tiny_models):
+def test_prompt_chunks_are_dropped_on_abort_update_or_eviction(tiny_models):
     [long] = random_prompts([300])
     [expected] = run(make_core(tiny_models("qwen3")), [ask(long, 1)])
     core = make_core(tiny_models("qwen3"), max_prefill_tokens=64)
@@ -263,10 +263,10 @@ def test_parts_of_a_prompt_survive_neither_an_abort_nor_new_weights_nor_a_small_
     assert isinstance(aborted, Completion) and aborted.token_ids == []
     assert same(run(core, [ask(long, 1)]), [expected])
     assert core.num_prompt_tokens_computed == 300, "the part was computed once"
-    core.take_version(1)
+    core.update_version(1)
     core.add_request(request := ask(long, 1))
     core.step()
-    core.take_version(2)
+    core.update_version(2)
     assert same(run(core, [request]), [expected])
     assert core.num_prompt_tokens_computed == 2 * 300 + 64
     settings: list[dict[str, Any]] = [{"max_prefix_tokens": 299}, {"chunked_prefill": False}]
@@ -281,7 +281,7 @@ def test_parts_of_a_prompt_survive_neither_an_abort_nor_new_weights_nor_a_small_
         assert isinstance(found, Completion) and same_bits(found, expected)
 
 
-def test_a_part_of_a_prompt_takes_no_room_of_those_who_write_in_a_limited_cache(tiny_models):
+def test_prompt_chunks_do_not_evict_running_requests(tiny_models):
     longest, *writing, long = random_prompts([300, *[100] * 4, 150])
     expected = [run(make_core(tiny_models("qwen3")), [ask(p, i, 30)])[0] for i, p in enumerate([*writing, long])]
     core = make_core(tiny_models("qwen3"), max_prefill_tokens=64, max_cache_tokens=4 * 512)
@@ -291,7 +291,7 @@ def test_a_part_of_a_prompt_takes_no_room_of_those_who_write_in_a_limited_cache(
 
 
 @pytest.mark.parametrize("num_known", [5, 59])
-def test_half_precision_answers_on_top_of_cached_keys_are_close(tiny_models, num_known: int):
+def test_half_precision_with_cached_keys_is_close(tiny_models, num_known: int):
     """Also where the known tokens and the others fit into the block that the others alone are padded to."""
     [first, rest] = random_prompts([59, 20])
     core = make_core(tiny_models("qwen3"), dtype="bfloat16")

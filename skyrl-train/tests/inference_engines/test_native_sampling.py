@@ -12,11 +12,11 @@ from skyrl_train.inference_engines.native.requests import EngineSamplingParams
 from skyrl_train.inference_engines.native.sampling import (
     SamplingBatch,
     apply_repetition_penalty,
-    inverse_cdf,
-    random_key,
+    compute_random_key,
+    compute_uniforms,
     sample,
+    sample_by_inverse_cdf,
     truncate,
-    uniforms,
 )
 from skyrl_train.inference_engines.native.stop_strings import StopStringFinder
 
@@ -43,21 +43,21 @@ def settings(rows: int = 1, temperature: float = 1.0, **columns: float) -> Sampl
         ([5.0, 3.0, 2.0], 0.51, 1),  # weights need not sum to 1
     ],
 )
-def test_the_token_at_which_the_running_sum_passes_the_uniform(weights, uniform, token):
-    drawn = inverse_cdf(torch.tensor([weights]), torch.tensor([uniform], dtype=torch.float64))
+def test_sampling_selects_token_where_cumulative_sum_passes_uniform(weights, uniform, token):
+    drawn = sample_by_inverse_cdf(torch.tensor([weights]), torch.tensor([uniform], dtype=torch.float64))
     assert drawn.tolist() == [token]
 
 
-def test_large_vocabularies_draw_the_same_token_as_one_long_sum():
+def test_blocked_sum_samples_same_token_as_single_sum():
     torch.manual_seed(0)
     weights = torch.rand(64, 1000) ** 8
     uniform = torch.rand(64, dtype=torch.float64)
     ends = weights.double().cumsum(-1)
     expected = (ends <= (uniform * ends[:, -1])[:, None]).sum(-1)
-    assert torch.equal(inverse_cdf(weights, uniform), expected)
+    assert torch.equal(sample_by_inverse_cdf(weights, uniform), expected)
 
 
-def test_rows_that_are_sampled_in_parts_get_the_same_bits_as_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_sampling_rows_in_chunks_is_bit_exact(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     logits, uniform = 3 * torch.randn(11, 100), torch.rand(11, dtype=torch.float64)
     batch = replace(settings(11), top_k=torch.tensor([3, 5]), truncated=torch.tensor([1, 9]), any_greedy=True)
@@ -69,9 +69,11 @@ def test_rows_that_are_sampled_in_parts_get_the_same_bits_as_at_once(monkeypatch
     assert torch.equal(in_parts.log_probs, at_once.log_probs)
 
 
-def test_uniforms_are_uniform_and_unrelated_between_requests_and_positions():
-    keys = np.array([random_key(seed, index) for seed in range(10) for index in range(10)])
-    table = np.stack([uniforms(keys, np.full(100, position)) for position in range(1000)])  # [1000 positions, 100 keys]
+def test_uniforms_are_independent_over_requests_and_positions():
+    keys = np.array([compute_random_key(seed, index) for seed in range(10) for index in range(10)])
+    table = np.stack(
+        [compute_uniforms(keys, np.full(100, position)) for position in range(1000)]
+    )  # [1000 positions, 100 keys]
     counts = np.histogram(table, bins=20, range=(0, 1))[0]
     chi_square = ((counts - 5000) ** 2 / 5000).sum()
     assert chi_square < 43.8  # 19 degrees of freedom: 0.1 %
@@ -116,9 +118,9 @@ def test_truncation_of_four_tokens(columns, kept):
         ({"temperature": 0.5}, [0.7246, 0.1812, 0.0652, 0.0290]),  # squares over their sum 0.345
     ],
 )
-def test_frequencies_follow_the_distribution(columns, expected):
+def test_frequencies_follow_distribution(columns, expected):
     draws = 20_000
-    uniform = torch.from_numpy(uniforms(np.full(draws, random_key(7, 0)), np.arange(draws)))
+    uniform = torch.from_numpy(compute_uniforms(np.full(draws, compute_random_key(7, 0)), np.arange(draws)))
     tokens, log_probs = sample(torch.tensor([FOUR]).log().expand(draws, -1), settings(draws, **columns), uniform)[:2]
     counts = torch.bincount(tokens, minlength=4).double()
     wanted = torch.tensor(expected, dtype=torch.float64) * draws
@@ -130,13 +132,13 @@ def test_frequencies_follow_the_distribution(columns, expected):
     torch.testing.assert_close(log_probs, full[tokens])
 
 
-def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
+def test_repetition_penalty_scales_logits_by_sign():
     logits = torch.tensor([[2.0, -1.0, 3.0, -4.0]])
     result = apply_repetition_penalty(logits, torch.tensor([[0, 3, 0]]), torch.tensor([2.0]))
     assert result.tolist() == [[1.0, -1.0, 3.0, -8.0]]
 
 
-def test_greedy_takes_the_likeliest_allowed_token_and_reports_the_untouched_log_prob():
+def test_greedy_selects_allowed_argmax_and_reports_raw_log_prob():
     logits = torch.tensor([[2.0, 1.0, 0.0]])
     forbidden = torch.tensor([[True, False, False]])
     token, log_prob = sample(logits, settings(temperature=0.0), None, forbidden=forbidden)[:2]
@@ -164,7 +166,7 @@ def test_greedy_takes_the_likeliest_allowed_token_and_reports_the_untouched_log_
         ({"temprature": 1.0}, "unknown sampling parameter temprature=1.0; did you mean temperature"),
     ],
 )
-def test_a_wrong_sampling_parameter_is_named_with_its_rule(given, message):
+def test_invalid_sampling_parameter_error_names_rule(given, message):
     with pytest.raises(ValueError, match=message):
         EngineSamplingParams.from_dict(given)
 
@@ -180,13 +182,13 @@ def test_a_wrong_sampling_parameter_is_named_with_its_rule(given, message):
         (list("xxxxxxxxxxxxxxxxxxxxstop"), "stop", 23),  # far beyond the decoder's window
     ],
 )
-def test_a_stop_string_ends_the_answer_at_the_token_that_completes_it(tokens, stop, ends_at):
+def test_stop_string_ends_completion_at_completing_token(tokens, stop, ends_at):
     finder = StopStringFinder((stop, "never"), lambda ids: "".join(tokens[i] for i in ids))
     found = [finder.push(token) for token in range(len(tokens))]
     assert found.index(True) == ends_at if ends_at is not None else not any(found)
 
 
-def test_a_stop_string_of_characters_that_span_byte_tokens():
+def test_stop_string_matches_characters_spanning_byte_tokens():
     data = "é→end".encode()  # one token a byte
     finder = StopStringFinder(
         ("→e",), lambda ids: data[min(ids, default=0) : max(ids, default=-1) + 1].decode(errors="replace")

@@ -14,7 +14,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
-from skyrl_train.inference_engines.native.speculation import MAX_NGRAM, MIN_NGRAM, Places, look_up
+from skyrl_train.inference_engines.native.speculation import MAX_NGRAM, MIN_NGRAM, Places, find_drafts
 from skyrl_train.inference_engines.request import Completion
 from skyrl_train.models.routing_replay import RoutingReplay
 
@@ -35,12 +35,12 @@ GREEDY = EngineSamplingParams(max_tokens=60, temperature=0.0)
         ([1, 2, 1, 2], 0, []),
     ],
 )
-def test_look_up(tokens, num, drafts):
-    assert look_up(np.array(tokens), num).tolist() == drafts
+def test_look_up_proposes_tokens_after_last_match(tokens, num, drafts):
+    assert find_drafts(np.array(tokens), num).tolist() == drafts
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(0, 6))
-def test_look_up_is_a_search_for_the_longest_suffix(tokens, num):
+def test_look_up_finds_longest_matching_suffix(tokens, num):
     def ends(size: int) -> list[int]:
         return [end for end in range(size, len(tokens)) if tokens[end - size : end] == tokens[-size:]]
 
@@ -48,16 +48,16 @@ def test_look_up_is_a_search_for_the_longest_suffix(tokens, num):
     sequence = list(tokens)
     for index in range(num if found else 0):
         sequence.append(sequence[found[-1] + index])
-    assert look_up(np.array(tokens), num).tolist() == sequence[len(tokens) :]
+    assert find_drafts(np.array(tokens), num).tolist() == sequence[len(tokens) :]
 
 
-def test_places_are_accepted_up_to_the_first_disagreement():
+def test_drafts_are_accepted_up_to_first_mismatch():
     drafts = [np.array(own, np.int64) for own in ([5, 6], [], [7, 8, 9], [4])]
-    places = Places.of(drafts)
+    places = Places.from_drafts(drafts)
     assert places.rows.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3]
     assert places.offsets.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 0, 1]
     drawn = np.array([5, 6, 1, 3, 7, 0, 9, 2, 0, 4])
-    assert places.accepted(drafts, drawn).tolist() == [True] * 6 + [False] * 2 + [True, False]
+    assert places.compute_accepted(drafts, drawn).tolist() == [True] * 6 + [False] * 2 + [True, False]
 
 
 def answers(
@@ -91,7 +91,7 @@ def requests_of(*params: EngineSamplingParams, repeats: int = 6) -> list[Request
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "qwen2_window"])
-def test_answers_are_the_same_bits_with_drafts(tiny_models, name):
+def test_drafts_keep_completions_bit_exact(tiny_models, name):
     sampled = EngineSamplingParams(max_tokens=50, temperature=0.2)
     params = [GREEDY, sampled, replace(GREEDY, max_tokens=9), replace(sampled, top_p=0.7), GREEDY, sampled]
     drafted = check_same(tiny_models(name), requests_of(*params))
@@ -100,7 +100,7 @@ def test_answers_are_the_same_bits_with_drafts(tiny_models, name):
     assert 0 < sum(own.num_accepted for own in counts) <= sum(own.num_drafted for own in counts)
 
 
-def test_settings_that_look_at_single_tokens_hold_with_drafts(tiny_models):
+def test_per_token_settings_apply_to_drafts(tiny_models):
     path = tiny_models("qwen3")
     [plain], _ = answers(path, requests_of(GREEDY), 0)
     loop = plain.token_ids[-1]
@@ -122,7 +122,7 @@ def test_settings_that_look_at_single_tokens_hold_with_drafts(tiny_models):
     assert drafted[3].drafts == (0, 0) and drafted[4].drafts == (0, 0)
 
 
-def test_answers_end_at_the_end_of_the_context_and_of_a_bounded_cache(tiny_models):
+def test_drafts_respect_context_and_cache_limits(tiny_models):
     """Drafts never take more places in the cache than answers may."""
     requests = requests_of(*[replace(GREEDY, max_tokens=None)] * 3, repeats=20)
     drafted = check_same(tiny_models("qwen3"), requests, num_draft_tokens=7, max_cache_tokens=4 * 512)
@@ -131,7 +131,7 @@ def test_answers_end_at_the_end_of_the_context_and_of_a_bounded_cache(tiny_model
     ] * 3
 
 
-def test_more_running_requests_than_allowed_are_not_drafted(tiny_models):
+def test_no_drafts_above_running_request_limit(tiny_models):
     requests = requests_of(GREEDY, GREEDY, replace(GREEDY, max_tokens=5))
     drafted, _ = answers(tiny_models("qwen3"), requests, 4, max_drafting=2)
     assert sum(answer.drafts.num_drafted for answer in drafted if answer.drafts) > 0  # once one has ended
@@ -139,7 +139,7 @@ def test_more_running_requests_than_allowed_are_not_drafted(tiny_models):
     assert [answer.drafts for answer in some] == [(0, 0)] * 3
 
 
-def test_new_weights_are_used_from_the_next_pass_on(tiny_models):
+def test_new_weights_apply_from_next_pass(tiny_models):
     """Drafts are made and verified within a step, between two updates."""
 
     def answer(num_draft_tokens: int) -> Completion:
@@ -151,7 +151,7 @@ def test_new_weights_are_used_from_the_next_pass_on(tiny_models):
             done = core.step()
         with torch.no_grad():
             core.model.lm_head.weight.neg_()  # pyright: ignore
-        core.take_version(1)
+        core.update_version(1)
         while not done:
             done = core.step()
         return done[request]
@@ -163,7 +163,7 @@ def test_new_weights_are_used_from_the_next_pass_on(tiny_models):
     assert drafted.token_ids[:50] == plain.token_ids[:50]
 
 
-def test_weights_with_nan_fail_a_drafted_answer_and_leave_nothing_behind(tiny_models):
+def test_nan_weights_fail_drafted_request_and_leave_no_state(tiny_models):
     [request] = requests_of(GREEDY)
     [expected], core = answers(tiny_models("qwen3"), [request], 4)
     core.add_request(request)
@@ -180,13 +180,13 @@ def test_weights_with_nan_fail_a_drafted_answer_and_leave_nothing_behind(tiny_mo
 
 
 @pytest.mark.parametrize("setting", ["num_speculative_tokens", "speculative_max_seqs"])
-def test_negative_settings_are_refused(setting: str):
+def test_negative_settings_are_rejected(setting: str):
     given: dict[str, Any] = {setting: -1}
     with pytest.raises(ConfigError, match=f"{setting}.* must not be negative; got .*-1"):
         NativeInferenceEngine("never read", **given)
 
 
-async def test_engine_proposes_nothing_beyond_its_number_of_requests(tiny_models):
+async def test_engine_stops_drafting_above_request_limit(tiny_models):
     [request] = requests_of(GREEDY)
     asked = batch(request.prompt.tolist(), max_tokens=60, temperature=0.0) | {"count_cached_tokens": True}
     drafted = []

@@ -17,7 +17,7 @@ def request(group: str | None, *, length: int = 5, max_tokens: int | None = 4, s
 def admitted(waiting: Waiting, num_rows: int) -> str:
     """Return the order in which requests get rows, while there are any for them."""
     taken = []
-    while (chosen := waiting.next(num_rows - len(taken))) is not None:
+    while (chosen := waiting.get_next(num_rows - len(taken))) is not None:
         waiting.take(chosen)
         taken.append(chosen)
     return "".join(chosen.group or "." for chosen in taken)
@@ -34,7 +34,7 @@ def admitted(waiting: Waiting, num_rows: int) -> str:
         ("ab", 1, "a"),
     ],
 )
-def test_groups_take_turns_and_leave_rows_free(arrivals, num_rows, order):
+def test_groups_are_admitted_round_robin(arrivals, num_rows, order):
     waiting = Waiting()
     for group in arrivals:
         waiting.add(request(None if group == "." else group))
@@ -42,22 +42,22 @@ def test_groups_take_turns_and_leave_rows_free(arrivals, num_rows, order):
     assert len(waiting) == len(arrivals) - len(order)
 
 
-def test_order_within_a_group_is_that_of_arrival_and_returned_rows_count():
+def test_group_requests_start_in_arrival_order():
     waiting = Waiting()
     requests = [request("a", seed=index) for index in range(5)]
     for one in requests:
         waiting.add(one)
     for expected in requests[:3]:
-        assert waiting.next(4) is expected
+        assert waiting.get_next(4) is expected
         waiting.take(expected)
-    assert waiting.next(1) is None  # three are held and one row is free
-    waiting.give_back(requests[0])
-    assert waiting.next(2) is requests[3]
+    assert waiting.get_next(1) is None  # three are held and one row is free
+    waiting.release_row(requests[0])
+    assert waiting.get_next(2) is requests[3]
     assert waiting.remove(lambda one: one is requests[3]) == [requests[3]]
-    assert waiting.next(2) is requests[4] and len(waiting) == 1
+    assert waiting.get_next(2) is requests[4] and len(waiting) == 1
 
 
-def test_a_group_that_comes_late_starts_at_once_beside_one_that_wants_everything(tiny_models):
+def test_late_group_starts_despite_saturating_group(tiny_models):
     core = make_core(tiny_models("qwen3"), max_num_seqs=16)
     for index in range(100):
         core.add_request(request("greedy", max_tokens=200, seed=index))
@@ -70,7 +70,7 @@ def test_a_group_that_comes_late_starts_at_once_beside_one_that_wants_everything
     assert core.abort() and core.num_running == core.num_waiting == 0
 
 
-def test_a_step_lets_in_a_bounded_number_of_prompt_tokens(tiny_models):
+def test_step_admits_bounded_prompt_tokens(tiny_models):
     """Running answers get their next token after at most so much; a prompt above the bound comes in parts."""
     core = make_core(tiny_models("qwen3"), max_num_seqs=64, max_prefill_tokens=128)
     lengths = [40, 40, 30, 300, 1, 1, 60, 60, 60]
@@ -85,7 +85,7 @@ def test_a_step_lets_in_a_bounded_number_of_prompt_tokens(tiny_models):
     assert seen == expected
 
 
-def test_the_cache_stays_within_its_memory_and_gives_the_same(tiny_models):
+def test_bounded_cache_keeps_outputs_and_memory_limit(tiny_models):
     """Long requests among short ones: they wait for room, and what the longest took is given back."""
     shapes = [(5, 20), (200, 250), (5, 20), (30, 400), (5, 20), (400, None), (5, 20), (5, 20), (5, 20), (5, 20)]
     requests = [request(None, length=length, max_tokens=new, seed=i) for i, (length, new) in enumerate(shapes * 2)]

@@ -70,7 +70,7 @@ def settings(model: str, **generator: Any) -> SkyRLConfig:
 
 
 @pytest.mark.usefixtures("short_engine")
-def test_own_engine_generates_for_the_client_by_its_registration_alone(tiny_model: str):
+def test_registered_custom_engine_generates_for_client(tiny_model: str):
     cfg = validate_cfg(settings(tiny_model))
     assert cfg.generator.backend == "short"
     check_engines(cfg)
@@ -93,7 +93,7 @@ def test_own_engine_generates_for_the_client_by_its_registration_alone(tiny_mode
     assert all(len(values) == 2 for values in output["response_logprobs"])
 
 
-def test_own_engine_passes_conformance_checks(tmp_path: Path):
+def test_custom_engine_passes_conformance_checks(tmp_path: Path):
     """A few that concern what it overrides; the tests of the kit have the rest."""
     names = {
         "check_max_tokens",
@@ -118,7 +118,7 @@ def test_own_engine_passes_conformance_checks(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("short_engine")
-def test_own_engines_rules_are_checked_with_those_of_a_run(tiny_model: str):
+def test_custom_engine_rules_are_checked_with_run_settings(tiny_model: str):
     with pytest.raises(ConfigError, match=r"max_num_seqs=3 must be even with generator.backend=short"):
         validate_cfg(settings(tiny_model, max_num_seqs=3))
     with pytest.raises(
@@ -129,6 +129,6 @@ def test_own_engines_rules_are_checked_with_those_of_a_run(tiny_model: str):
         validate_cfg(settings(tiny_model, run_engines_locally=False, remote_inference_engine_urls=["a:1"]))
 
 
-def test_engine_that_is_not_registered_is_refused_with_the_names_that_are(tiny_model: str):
+def test_unregistered_engine_error_lists_registered_names(tiny_model: str):
     with pytest.raises(ConfigError, match=r"generator.backend must be one of auto, native, vllm, sglang; got 'short'"):
         settings(tiny_model)

@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.base import GenerationRequest, InferenceEngineInput, TokenDelta
-from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, engine_actor
+from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, build_engine_actor
 from skyrl_train.inference_engines.request import join_deltas
 
 pytestmark = pytest.mark.slow
@@ -53,9 +53,9 @@ def engine_maker(model: str) -> Callable[[], Any]:
     return make
 
 
-async def test_control_calls_do_not_queue_behind_requests(ray_cpu: None, chat_model: str, tmp_path: Path):
+async def test_control_calls_bypass_request_queue(ray_cpu: None, chat_model: str, tmp_path: Path):
     log_file = str(tmp_path / "engine.log")
-    actor = engine_actor(num_cpus=0, max_concurrency=CALLS_AT_A_TIME).remote(engine_maker(chat_model), log_file)
+    actor = build_engine_actor(num_cpus=0, max_concurrency=CALLS_AT_A_TIME).remote(engine_maker(chat_model), log_file)
     engine = RayWrappedInferenceEngine(actor, "engine 0", log_file, 300, 300, 300)
     try:
         await engine.pause_generation("keep")
@@ -86,18 +86,18 @@ async def test_control_calls_do_not_queue_behind_requests(ray_cpu: None, chat_mo
         assert first.log_probs == (whole.log_probs or [])[:num]
         closed = asyncio.create_task(engine.stream(long, deltas.append))
         async with asyncio.timeout(60):
-            while await engine._control(Stoppable.num_requests) == 0 and not closed.done():
+            while await engine._call_control(Stoppable.num_requests) == 0 and not closed.done():
                 await asyncio.sleep(0.01)
             closed.cancel()
-            while await engine._control(Stoppable.num_requests):
+            while await engine._call_control(Stoppable.num_requests):
                 await asyncio.sleep(0.01)
 
-        await engine._control(Stoppable.occupy, 4.0, True)
+        await engine._call_control(Stoppable.occupy, 4.0, True)
         async with asyncio.timeout(60):
             for _ in range(3):  # a second each: longer than the patience, but something is computed
                 await actor.check_health.remote(0.5)
             await engine.weight_version()
-            await engine._control(Stoppable.occupy, 300.0, False)
+            await engine._call_control(Stoppable.occupy, 300.0, False)
             await actor.check_health.remote(0.5)
             with pytest.raises(WorkerError, match=r"neither answered nor computed anything for 0.5 s"):
                 while True:

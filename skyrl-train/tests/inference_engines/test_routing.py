@@ -28,7 +28,7 @@ def open_router(num_engines: int, limit: int | None = None) -> Router:
     return router
 
 
-async def test_new_requests_go_to_engine_with_fewest_requests():
+async def test_new_request_selects_engine_with_fewest_requests():
     router = open_router(3)
     assert ask(router, *[SlotRequest()] * 7) == [0, 1, 2, 0, 1, 2, 0]
     release(router, 2, 2)
@@ -59,7 +59,7 @@ async def test_sessions_stay_on_their_engine_and_are_spread_evenly():
         release(router, first[session])
 
 
-async def test_session_leaves_engine_that_has_much_more_to_do_and_stays_on_the_new_one():
+async def test_session_moves_from_overloaded_engine_and_stays():
     router = open_router(2)
     assert place(router, "a") == 0
     release(router, 0)
@@ -73,7 +73,7 @@ async def test_session_leaves_engine_that_has_much_more_to_do_and_stays_on_the_n
     assert place(router, "a") == 1, "what it has is cached there by now"
 
 
-async def test_engine_death_moves_only_its_sessions():
+async def test_engine_crash_moves_only_affected_sessions():
     router = open_router(3)
     first = {f"s{index}": place(router, f"s{index}") for index in range(30)}
     for engine in range(3):
@@ -86,7 +86,7 @@ async def test_engine_death_moves_only_its_sessions():
     assert all(now[session] == engine for session, engine in first.items() if engine != 2)
 
 
-async def test_samples_of_prompt_stay_on_one_engine_as_far_as_load_is_even():
+async def test_samples_of_prompt_share_engine_while_load_is_even():
     router = open_router(2)
     engines = [place(router, f"s{index}", prompt=index // 8) for index in range(64)]
     assert 28 <= sum(engines) <= 36
@@ -94,35 +94,35 @@ async def test_samples_of_prompt_stay_on_one_engine_as_far_as_load_is_even():
     assert moves < 24, f"one by one, {moves} times another engine: 63 where the load alone decides"
 
 
-async def test_announced_sessions_are_divided_evenly_in_whole_groups_though_they_come_one_by_one():
+async def test_expected_sessions_are_divided_evenly_in_whole_groups():
     router = open_router(2)
     groups = [[f"{prompt}_{sample}" for sample in range(8)] for prompt in range(8)]
-    router.announce(groups)
+    router.register_expected(groups)
     engines = {session: place(router, session, prompt=int(session[0])) for group in groups for session in group}
     assert sum(engines.values()) == 32
     assert all(len({engines[session] for session in group}) == 1 for group in groups), "whole groups"
-    router.withdraw_announcement(groups)
-    assert [router.num_under_way(engine) for engine in range(2)] == [32, 32]
+    router.remove_expected(groups)
+    assert [router.count_running(engine) for engine in range(2)] == [32, 32]
 
 
-async def test_one_announced_group_is_divided_over_all_engines():
+async def test_single_expected_group_is_divided_over_engines():
     router = open_router(3)
-    router.announce([[f"s{index}" for index in range(10)]])
+    router.register_expected([[f"s{index}" for index in range(10)]])
     assert sorted(Counter(place(router, f"s{index}") for index in range(10)).values()) == [3, 3, 4]
 
 
-async def test_sessions_that_never_came_are_no_load_once_their_announcement_is_withdrawn():
+async def test_withdrawn_expected_sessions_count_as_no_load():
     router = open_router(2)
     groups = [["a", "b"], ["c", "d"], ["e"]]
-    router.announce(groups)  # three sessions on engine 0
+    router.register_expected(groups)  # three sessions on engine 0
     assert place(router, "other") == 1
-    router.withdraw_announcement(groups)
+    router.remove_expected(groups)
     assert place(router, "next") == 0
 
 
-async def test_announced_session_of_a_dead_engine_goes_to_another():
+async def test_expected_session_of_crashed_engine_is_reassigned():
     router = open_router(2)
-    router.announce([["a"], ["b"]])
+    router.register_expected([["a"], ["b"]])
     router.set_engines([1])
     assert place(router, "a") == 1
     router.set_engines([0, 1])
@@ -151,10 +151,10 @@ async def test_requests_above_limit_wait_in_order_of_arrival():
     assert granted(later) is None and router.num_waiting == 1
     release(router, 0)
     assert granted(later) == 0
-    assert router.num_under_way(0) == 2
+    assert router.count_running(0) == 2
 
 
-async def test_session_of_full_engine_goes_to_another_and_waits_only_if_all_are_full():
+async def test_session_waits_only_when_all_engines_are_full():
     router = open_router(2, limit=1)
     assert place(router, "a") == 0
     assert place(router, "a") == 1
@@ -166,7 +166,7 @@ async def test_session_of_full_engine_goes_to_another_and_waits_only_if_all_are_
     assert granted(newcomer) is None
 
 
-async def test_no_slots_are_granted_while_admission_is_paused_or_no_engine_is_open():
+async def test_no_slots_while_admission_is_paused_or_engines_closed():
     router = Router(1)
     router.pause_admission("paused")
     router.pause_admission("asleep")
@@ -178,16 +178,16 @@ async def test_no_slots_are_granted_while_admission_is_paused_or_no_engine_is_op
     assert granted(entry) == 0
 
 
-async def test_withdrawn_entries_keep_no_slots():
+async def test_withdrawn_entries_release_slots():
     router = open_router(1, limit=1)
     taken = router.request_slot(0, SlotRequest())
     router.withdraw(router.request_slot(1, SlotRequest()))
     router.withdraw(taken)  # granted, but nobody came for it
-    assert (router.num_waiting, router.num_under_way(0)) == (0, 0)
+    assert (router.num_waiting, router.count_running(0)) == (0, 0)
     assert granted(router.request_slot(2, SlotRequest())) == 0
 
 
-async def test_interrupt_ends_waits_and_failure_ends_later_waits_too():
+async def test_interrupt_ends_waits_and_failure_ends_later_waits():
     router = Router(1)
     entry = router.request_slot(0, SlotRequest())
     router.interrupt()

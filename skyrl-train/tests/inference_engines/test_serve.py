@@ -55,7 +55,7 @@ def first_line(process: subprocess.Popen) -> str:
 
 
 @pytest.mark.parametrize("launcher", ["ray", pytest.param("inline", marks=pytest.mark.full)])
-def test_engines_and_an_endpoint_alone_until_told_to_stop(launcher, chat_model, tmp_path):
+def test_serve_runs_engines_and_endpoint_until_stopped(launcher, chat_model, tmp_path):
     settings = "generator.http_endpoint_port=0", f"trainer.placement.launcher={launcher}"
     with serving(chat_model, tmp_path, *settings) as process:
         line = first_line(process)
@@ -72,7 +72,7 @@ def test_engines_and_an_endpoint_alone_until_told_to_stop(launcher, chat_model, 
 
 
 @pytest.mark.full  # the error itself: endpoint/test_errors.py
-def test_a_taken_port_ends_it_with_the_setting_to_change(chat_model, tmp_path):
+def test_port_in_use_error_names_setting(chat_model, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

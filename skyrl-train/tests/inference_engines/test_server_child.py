@@ -30,7 +30,7 @@ def _ends(group: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_guarded_command_and_its_children_end_with_an_owner_that_is_killed() -> None:
+def test_guarded_process_tree_exits_when_owner_is_killed() -> None:
     """The owner starts the guard, the guard a shell, the shell two sleepers; then kill -9 of the owner."""
     script = (
         "import os, subprocess, sys, time\n"
@@ -62,7 +62,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), http.server.SimpleHTTPR
 
 
 @pytest.mark.slow
-def test_server_answers_until_it_is_ended(tmp_path: Path) -> None:
+def test_server_responds_until_stopped(tmp_path: Path) -> None:
     child = ServerChild("the server", [sys.executable, "-c", SERVER], tmp_path / "log", {})
     child.wait_until_ready("/", 60)
     child.check()
@@ -84,9 +84,7 @@ def test_server_answers_until_it_is_ended(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_server_that_does_not_come_up_is_an_error_with_its_log(
-    tmp_path: Path, source: str, seconds: float, message: str
-) -> None:
+def test_failed_server_start_error_contains_log(tmp_path: Path, source: str, seconds: float, message: str) -> None:
     child = ServerChild("the server", [sys.executable, "-c", source], tmp_path / "log", {})
     with pytest.raises(WorkerError, match=message):
         child.wait_until_ready("/", seconds, "a.b")

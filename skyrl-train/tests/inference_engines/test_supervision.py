@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_train.config import GeneratorConfig
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.health import Health, HealthEvent, after
+from skyrl_train.inference_engines.health import Health, HealthEvent, get_next_state
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.supervision import EngineFailure, Supervisor
 
@@ -38,14 +38,14 @@ waiting for weights + weights given -> healthy
 
 @pytest.mark.parametrize("event", HealthEvent)
 @pytest.mark.parametrize("health", Health)
-def test_health_transitions_of_every_state_and_event(health, event):
+def test_health_transitions_of_all_states_and_events(health, event):
     steps = (line.partition(" -> ") for line in LEGAL.strip().splitlines())
     following = {before: result for before, _, result in steps}.get(f"{health} + {event}")
     if following is not None:
-        assert after(health, event) == following
+        assert get_next_state(health, event) == following
         return
     with pytest.raises(ValueError, match=f"an engine that is {health} cannot have the event '{event}'"):
-        after(health, event)
+        get_next_state(health, event)
 
 
 class Native(NativeInferenceEngine):
@@ -88,7 +88,7 @@ async def version(engine: Any) -> int:
     return await engine.weight_version()
 
 
-async def test_a_failing_call_has_the_engine_examined_and_started_again(supervise: Made):
+async def test_failing_call_triggers_health_check_and_restart(supervise: Made):
     supervisor = supervise()
     assert not await supervisor.wait_until_healthy(), "all are well: which says nothing of what fails later"
     assert await supervisor.run_all(version) == [0, 0]
@@ -102,7 +102,7 @@ async def test_a_failing_call_has_the_engine_examined_and_started_again(supervis
     assert (supervisor.num_deaths, supervisor.num_restarts) == (1, 1)
 
 
-async def test_an_error_of_a_healthy_engine_belongs_to_the_call(supervise: Made):
+async def test_error_of_healthy_engine_is_raised_to_caller(supervise: Made):
     supervisor = supervise()
     await supervisor.wait_until_healthy()
 
@@ -115,25 +115,25 @@ async def test_an_error_of_a_healthy_engine_belongs_to_the_call(supervise: Made)
     assert supervisor.num_deaths == 0
 
 
-async def test_wait_until_healthy_notices_dead_idle_engines(supervise: Made):
+async def test_wait_until_healthy_restarts_crashed_idle_engine(supervise: Made):
     supervisor = supervise()
     assert not await supervisor.wait_until_healthy()
     await supervisor.engines[0].teardown()
-    assert supervisor.with_health(Health.HEALTHY) == [0, 1]
+    assert supervisor.get_engines_with_health(Health.HEALTHY) == [0, 1]
     assert await supervisor.wait_until_healthy()
     assert supervisor.num_restarts == 1
 
 
-async def test_the_watch_notices_by_itself(supervise: Made):
+async def test_watchdog_restarts_crashed_engine(supervise: Made):
     supervisor = supervise(engine_health_interval_seconds=0.2)
     await supervisor.wait_until_healthy()
     await supervisor.engines[0].teardown()
     async with asyncio.timeout(10):
-        while supervisor.num_restarts == 0 or supervisor.with_health(Health.HEALTHY) != [0, 1]:
+        while supervisor.num_restarts == 0 or supervisor.get_engines_with_health(Health.HEALTHY) != [0, 1]:
             await asyncio.sleep(0.05)
 
 
-async def test_silence_makes_suspect_and_three_intervals_of_it_make_dead(supervise: Made):
+async def test_silent_engine_is_suspect_then_dead_after_three_intervals(supervise: Made):
     supervisor = supervise(engine_health_interval_seconds=0.5)
     await supervisor.wait_until_healthy()
     deaf = supervisor.engines[0]
@@ -150,16 +150,16 @@ async def test_silence_makes_suspect_and_three_intervals_of_it_make_dead(supervi
     assert supervisor.engines[0] is not deaf
 
 
-async def test_an_engine_that_computes_is_not_dead_however_late_it_answers(supervise: Made):
+async def test_computing_engine_is_not_dead_when_unresponsive(supervise: Made):
     supervisor = supervise(engine_health_interval_seconds=0.1)
     await supervisor.wait_until_healthy()
     busy = supervisor.engines[0]
     assert isinstance(busy, Native)
     busy.seconds_to_answer, busy.busy = 1.5, True  # five times as long as the silence of a hung engine may last
     async with asyncio.timeout(20):
-        while supervisor.with_health(Health.SUSPECT) != [0]:
+        while supervisor.get_engines_with_health(Health.SUSPECT) != [0]:
             await asyncio.sleep(0.02)
-        while supervisor.with_health(Health.HEALTHY) != [0, 1]:
+        while supervisor.get_engines_with_health(Health.HEALTHY) != [0, 1]:
             await asyncio.sleep(0.02)
     assert supervisor.num_deaths == 0
     busy.busy = False
@@ -168,7 +168,7 @@ async def test_an_engine_that_computes_is_not_dead_however_late_it_answers(super
             await asyncio.sleep(0.02)
 
 
-async def test_a_late_answer_makes_healthy_again(supervise: Made):
+async def test_late_health_reply_restores_healthy_state(supervise: Made):
     supervisor = supervise(engine_health_interval_seconds=0.5)
     await supervisor.wait_until_healthy()
     busy = supervisor.engines[0]
@@ -176,19 +176,19 @@ async def test_a_late_answer_makes_healthy_again(supervise: Made):
     busy.seconds_to_answer = 0.9  # between one and two intervals
     seen: set[Health] = set()
     async with asyncio.timeout(20):
-        while seen != {Health.HEALTHY, Health.SUSPECT} or supervisor.with_health(Health.HEALTHY) != [0, 1]:
-            seen |= {health for health in Health if 0 in supervisor.with_health(health)}
+        while seen != {Health.HEALTHY, Health.SUSPECT} or supervisor.get_engines_with_health(Health.HEALTHY) != [0, 1]:
+            seen |= {health for health in Health if 0 in supervisor.get_engines_with_health(health)}
             await asyncio.sleep(0.02)
     assert supervisor.engines[0] is busy and supervisor.num_deaths == 0
 
 
-async def test_a_new_engine_is_prepared_before_it_serves(supervise: Made):
+async def test_restarted_engine_is_prepared_before_serving(supervise: Made):
     supervisor = supervise()
     await supervisor.wait_until_healthy()
     prepared: list[tuple[int, list[int]]] = []
 
     async def prepare(index: int) -> None:
-        prepared.append((index, supervisor.with_health(Health.WAITING_FOR_WEIGHTS)))
+        prepared.append((index, supervisor.get_engines_with_health(Health.WAITING_FOR_WEIGHTS)))
         assert await version(supervisor.engines[index]) == 0
 
     supervisor.prepare = prepare
@@ -197,7 +197,7 @@ async def test_a_new_engine_is_prepared_before_it_serves(supervise: Made):
     assert prepared == [(1, [1])]
 
 
-async def test_a_start_that_fails_takes_another_restart(supervise: Made, chat_model: str):
+async def test_failed_start_is_retried(supervise: Made, chat_model: str):
     starts: list[int] = []
 
     async def second_time(index: int) -> Any:
@@ -213,7 +213,7 @@ async def test_a_start_that_fails_takes_another_restart(supervise: Made, chat_mo
     assert starts == [1, 1]
 
 
-async def test_one_failure_too_many_ends_everything_for_everyone(supervise: Made):
+async def test_exhausted_restarts_fail_all_callers(supervise: Made):
     supervisor = supervise(max_engine_restarts=1)
     await supervisor.wait_until_healthy()
     await supervisor.engines[0].teardown()
@@ -233,7 +233,7 @@ async def test_one_failure_too_many_ends_everything_for_everyone(supervise: Made
             await late
 
 
-async def test_an_engine_that_cannot_start_at_all_is_not_tried_again(chat_model: str):
+async def test_unstartable_engine_is_not_retried(chat_model: str):
     class NeverUp(Native):
         async def describe(self) -> Any:
             raise WorkerError("engine 1 could not start: no such model")
@@ -242,11 +242,11 @@ async def test_an_engine_that_cannot_start_at_all_is_not_tried_again(chat_model:
     supervisor = Supervisor([never], GeneratorConfig(), None, lambda: None)
     with pytest.raises(WorkerError, match="could not start: no such model"):
         await supervisor.wait_until_healthy()
-    assert supervisor.with_health(Health.LOST) == [0]
+    assert supervisor.get_engines_with_health(Health.LOST) == [0]
     await supervisor.close()
 
 
-async def test_a_start_may_take_longer_than_a_health_check(supervise: Made, chat_model: str):
+async def test_start_may_exceed_health_check_timeout(supervise: Made, chat_model: str):
     class Slow(Native):
         async def describe(self) -> Any:
             await asyncio.sleep(1.0)
@@ -265,7 +265,7 @@ async def test_a_start_may_take_longer_than_a_health_check(supervise: Made, chat
     assert (supervisor.num_deaths, supervisor.num_restarts) == (1, 1)
 
 
-async def test_a_start_has_a_deadline(supervise: Made):
+async def test_start_has_deadline(supervise: Made):
     supervisor = supervise(engine_start_timeout_seconds=0.3, max_engine_restarts=1)
     await supervisor.wait_until_healthy()
 
@@ -278,7 +278,7 @@ async def test_a_start_has_a_deadline(supervise: Made):
         await supervisor.wait_until_healthy()
 
 
-def test_the_watch_goes_on_in_another_event_loop(chat_model: str):
+def test_watchdog_continues_in_new_event_loop(chat_model: str):
     async def anew(_: int) -> Native:
         return Native(chat_model)
 

@@ -134,7 +134,7 @@ async def stop_text(client: InferenceEngineClient, place: int) -> dict[str, Any]
     return {"stop": [text]}
 
 
-async def test_streams_of_an_engine_are_its_answers(client: InferenceEngineClient):
+async def test_stream_equals_completion(client: InferenceEngineClient):
     settings: list[dict[str, Any]] = [{}, {"seed": [3, 2]}, await stop_text(client, 20), {"frequency_penalty": 0.5}]
     wholes = [await client.generate(request(**params)) for params in settings]
     streams = [Streamed(client, **params) for params in settings]
@@ -144,27 +144,27 @@ async def test_streams_of_an_engine_are_its_answers(client: InferenceEngineClien
     assert len(wholes[2].token_ids) == 24
 
 
-async def test_a_stream_under_a_grammar_is_the_whole_answer(client: InferenceEngineClient):
+async def test_constrained_stream_equals_completion(client: InferenceEngineClient):
     pytest.importorskip("llguidance", reason="the extra constrained is not installed")
     await Streamed(client, **GRAMMAR).expect(await client.generate(request(**GRAMMAR)), fewest=10)
 
 
 @pytest.mark.parametrize("place", [None, 8])
-async def test_a_stream_goes_on_behind_a_weight_sync(client: InferenceEngineClient, place: int | None):
+async def test_stream_continues_after_weight_sync(client: InferenceEngineClient, place: int | None):
     """An interruption within the stop text of the second case: no token behind its end is handed out."""
     params = {} if place is None else await stop_text(client, place)
     whole, engine = await client.generate(request(**params)), engine_of(client)
     stream = Streamed(client, **params)
     await stream.until(10)
     await client.pause_generation("abort")
-    await engine._command(lambda: engine._core.take_version(4))  # new weights, with the same numbers
+    await engine._run_command(lambda: engine._core.update_version(4))  # new weights, with the same numbers
     await client.resume_generation()
     await stream.expect(whole)
     versions = set(stream.task.result().weight_versions)
     assert versions == {0, 4} or (place is not None and versions == {0})
 
 
-async def test_a_stream_goes_on_where_its_engine_died(client: InferenceEngineClient):
+async def test_stream_continues_after_engine_crash(client: InferenceEngineClient):
     whole, first = await client.generate(request()), engine_of(client)
     stream = Streamed(client)
     await stream.until(10)
@@ -173,7 +173,7 @@ async def test_a_stream_goes_on_where_its_engine_died(client: InferenceEngineCli
     assert engine_of(client) is not first and client.take_metrics()["engines/continued_requests"] == 1
 
 
-async def test_an_aborted_stream_returns_what_it_handed_out(client: InferenceEngineClient):
+async def test_aborted_stream_returns_streamed_tokens(client: InferenceEngineClient):
     whole = await client.generate(request())
     stream = Streamed(client)
     await stream.until(10)
@@ -186,7 +186,7 @@ async def test_an_aborted_stream_returns_what_it_handed_out(client: InferenceEng
 
 
 @pytest.mark.parametrize("place", [None, 14])
-async def test_an_engine_that_does_not_stream_is_asked_in_pieces(
+async def test_non_streaming_engine_is_called_in_pieces(
     client: InferenceEngineClient, monkeypatch: pytest.MonkeyPatch, place: int | None
 ):
     """The first piece ends behind token 16, within the stop text of the second case."""
@@ -202,7 +202,7 @@ async def test_an_engine_that_does_not_stream_is_asked_in_pieces(
     assert client.take_metrics()["engines/continued_requests"] == 0
 
 
-async def test_tokens_are_held_where_an_interrupted_answer_begins_anew(
+async def test_tokens_are_held_when_interruption_restarts_completion(
     client: InferenceEngineClient, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(Faulty, "lacking", ("answer_tokens",))
@@ -218,7 +218,7 @@ async def test_tokens_are_held_where_an_interrupted_answer_begins_anew(
     assert not stream.deltas
 
 
-async def test_tokens_are_held_where_those_that_truncation_kept_go_with_them(client: InferenceEngineClient):
+async def test_tokens_are_held_when_kept_tokens_are_returned(client: InferenceEngineClient):
     params = {"return_kept_tokens": True, "top_k": 5, "logprobs": 0}
     whole, first = await client.generate(request(**params)), engine_of(client)
     stream = Streamed(client, **params)
@@ -239,7 +239,7 @@ class Shouting(NativeInferenceEngine):
         return replace(completion, text=completion.text.upper())
 
 
-async def test_streams_of_an_engine_that_changes_answers_are_its_answers(model: str):
+async def test_stream_equals_overridden_generate(model: str):
     engine = Shouting(model)
     try:
         await Streamed(engine).expect(await engine.generate(request()), fewest=0)
@@ -247,7 +247,7 @@ async def test_streams_of_an_engine_that_changes_answers_are_its_answers(model: 
         await engine.teardown()
 
 
-async def test_a_paused_engine_has_handed_out_all_tokens(model: str, monkeypatch: pytest.MonkeyPatch):
+async def test_paused_engine_has_streamed_all_tokens(model: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native_engine, "HAND_OUT_SECONDS", 1e9)
     engine = Faulty(model)
     try:
@@ -267,7 +267,7 @@ async def test_a_paused_engine_has_handed_out_all_tokens(model: str, monkeypatch
         await engine.teardown()
 
 
-async def test_streams_of_an_inline_engine_end_when_they_are_cancelled(model: str):
+async def test_cancelling_inline_stream_ends_request(model: str):
     """In the loop of the engine, from that of the caller."""
     host: Future[EngineHost] = Future()
     host.set_result(EngineHost(lambda: Faulty(model)))

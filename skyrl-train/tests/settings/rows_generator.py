@@ -14,8 +14,8 @@ from skyrl_train.entrypoints.endpoint import endpoint_of
 from skyrl_train.entrypoints.engines import engine_factory, remote_api_key
 from skyrl_train.generators import skyrl_gym_generator
 from skyrl_train.inference_engines.engine_settings import EngineSettings
-from skyrl_train.inference_engines.sglang.arguments import server_arguments
-from skyrl_train.inference_engines.vllm.arguments import engine_arguments
+from skyrl_train.inference_engines.sglang.arguments import build_server_arguments
+from skyrl_train.inference_engines.vllm.arguments import build_engine_arguments
 
 TWO_TURNS = {"generator.max_turns": 2}
 STEP_WISE = TWO_TURNS | {"generator.step_wise_trajectories": True}
@@ -54,13 +54,13 @@ def vllm(bench: Bench, settings: Settings) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         for name, module in _vllm_modules().items():
             patch.setitem(sys.modules, name, module)
-        arguments = engine_arguments(_engine_settings(config))
+        arguments = build_engine_arguments(_engine_settings(config))
     return {name: value for name, value in vars(arguments).items() if value is not None}
 
 
 def sglang(bench: Bench, settings: Settings) -> Any:
     """Arguments of SGLang on a GPU."""
-    return server_arguments(_engine_settings(bench.config({**settings, "generator.backend": "sglang"})))
+    return build_server_arguments(_engine_settings(bench.config({**settings, "generator.backend": "sglang"})))
 
 
 def vllm_and_sglang(bench: Bench, settings: Settings) -> Any:
@@ -77,7 +77,7 @@ def _engine_settings(config: SkyRLConfig) -> EngineSettings:
     given = dict(engine_factory(config, "cuda").keywords)
     for name in ("control_timeout_seconds", "start_timeout_seconds", "request_timeout_seconds"):
         given.pop(name, None)
-    return EngineSettings.of(given.pop("model_path"), given)
+    return EngineSettings.from_keywords(given.pop("model_path"), given)
 
 
 def _vllm_modules() -> dict[str, ModuleType]:

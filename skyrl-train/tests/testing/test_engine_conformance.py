@@ -236,14 +236,14 @@ class SharesPromptsOfOlderWeights(NativeInferenceEngine):
 
 class SeedsByArrival(NativeInferenceEngine):
     def _sampling(self, given):
-        params, _ = super()._sampling(given)
+        params, _ = super()._parse_sampling(given)
         self._num_unseeded += 1
         return params, (0, self._num_unseeded)
 
 
 class OneSeedForAll(NativeInferenceEngine):
     def _sampling(self, given):
-        return super()._sampling(given)[0], (0, 0)
+        return super()._parse_sampling(given)[0], (0, 0)
 
 
 class ForgetsAdaptersAtUpdates(NativeInferenceEngine):
@@ -390,7 +390,7 @@ def half_updates_go_on(monkeypatch):
         self._written.clear()
         self._update_deadline = None
 
-    monkeypatch.setattr(EngineWeights, "_give_up", give_up)
+    monkeypatch.setattr(EngineWeights, "_cancel_update", give_up)
 
 
 def repeated_buckets_are_taken(monkeypatch):

@@ -16,15 +16,15 @@ _TYPE_OF_STATUS = {
 }
 
 
-def status_of(error: ApiError) -> int:
-    """Return the HTTP status: Anthropic's servers say 529 where others say 503."""
+def get_status(error: ApiError) -> int:
+    """Return the HTTP status: Anthropic's API uses 529 instead of 503."""
     return _OVERLOADED if error.status == 503 else error.status
 
 
-def error_body(error: ApiError, request_id: str) -> JsonObject:
-    """The JSON that clients read. Agents that shorten long conversations wait for `prompt is too long`."""
+def build_error_body(error: ApiError, request_id: str) -> JsonObject:
+    """Build the JSON error body. Agents that shorten long conversations match the text `prompt is too long`."""
     message = error.message
     if isinstance(error, ContextLengthExceeded):
         message = f"prompt is too long: {error.num_tokens} tokens > {error.max_model_len - 1} maximum"
-    kind = _TYPE_OF_STATUS.get(status_of(error), "invalid_request_error")
+    kind = _TYPE_OF_STATUS.get(get_status(error), "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}

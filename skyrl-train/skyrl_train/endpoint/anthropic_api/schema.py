@@ -1,16 +1,16 @@
 """Requests of Anthropic's Messages API as typed values.
 
-As in `openai_api/schema.py`: a field that would change the answer and cannot be honoured is refused, one that changes
-nothing (`cache_control`, `metadata`) is taken and not read.
+As in `openai_api/schema.py`: an unsupported field that would change the response is rejected, one without effect
+(`cache_control`, `metadata`) is accepted and ignored.
 """
 
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from skyrl_train.endpoint.errors import refused
-from skyrl_train.endpoint.openai_api.field_errors import field_error
-from skyrl_train.endpoint.openai_api.schema import json_object
+from skyrl_train.endpoint.errors import build_refusal
+from skyrl_train.endpoint.openai_api.field_errors import find_field_error
+from skyrl_train.endpoint.openai_api.schema import parse_json_object
 from skyrl_train.types import JsonObject
 
 MAX_MESSAGES = 100_000
@@ -22,7 +22,7 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "mcp_servers": ((None, []), "give the tools themselves"),
     "speed": ((None, "standard"), "leave it out"),
 }
-"""Field -> the values that ask for nothing, and what to do instead of the others."""
+"""Field -> its values without effect, and advice for any other value."""
 
 
 class _Strict(BaseModel):
@@ -42,7 +42,7 @@ class TextBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """A thought of an earlier answer."""
+    """Thought of an earlier response."""
 
     type: Literal["thinking"]
     thinking: str
@@ -50,7 +50,7 @@ class ThinkingBlock(_Block):
 
 
 class ToolUseBlock(_Block):
-    """A tool call of an earlier answer."""
+    """Tool call of an earlier response."""
 
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
@@ -61,7 +61,7 @@ class ToolUseBlock(_Block):
 
 
 class UnsupportedBlock(BaseModel):
-    """Block that the API has and a text model cannot take."""
+    """Block of the API that a text model does not support."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal[
@@ -116,7 +116,7 @@ class InputSchema(BaseModel):
 
 
 class AnthropicTool(BaseModel):
-    """A tool of the client's. The tools that Anthropic's servers define or run have another type."""
+    """Tool defined by the client. Tools that Anthropic's servers define or run have another type."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     type: str | None = None
@@ -161,11 +161,13 @@ class CountTokensRequest(_Strict):
 
     # Taken and not read.
     cache_control: object = None
-    context_management: object = None  # edits of long conversations: servers of Anthropic's make them, we never do
+    context_management: object = (
+        None  # edits of long conversations: Anthropic's servers support them, this one does not
+    )
     user_profile_id: str | None = None
     workspace_id: str | None = None
 
-    # Taken where they ask for nothing.
+    # Accepted only with values that have no effect.
     container: object = None
     mcp_servers: object = None
     speed: str | None = None
@@ -188,17 +190,17 @@ class MessagesRequest(CountTokensRequest):
     diagnostics: object = None
 
 
-def parsed(kind: type[Body], raw: bytes) -> Body:
-    """Parse a request's body. Raises ApiError whose message begins with the field, as Anthropic's do."""
-    values = json_object(raw)
+def parse_request(kind: type[Body], raw: bytes) -> Body:
+    """Parse a request's body. Raises ApiError with a message that begins with the field, as in Anthropic's API."""
+    values = parse_json_object(raw)
     try:
         request = kind.model_validate(values)
     except ValidationError as error:
-        wrong = field_error(error, values)
-        raise refused(f"{wrong.place}: {wrong.message}") from error
+        wrong = find_field_error(error, values)
+        raise build_refusal(f"{wrong.place}: {wrong.message}") from error
     for name, (neutral, instead) in _NEUTRAL.items():
         if values.get(name) not in neutral:
-            raise refused(f"{name}: not supported here; {instead}")
+            raise build_refusal(f"{name}: not supported here; {instead}")
     if isinstance(request, CountTokensRequest):
         _check_between_fields(request)
     return request
@@ -206,9 +208,9 @@ def parsed(kind: type[Body], raw: bytes) -> Body:
 
 def _check_between_fields(request: CountTokensRequest) -> None:
     if not request.messages:
-        raise refused("messages: at least one message is required")
+        raise build_refusal("messages: at least one message is required")
     if len(request.messages) > MAX_MESSAGES:
-        raise refused(f"messages: at most {MAX_MESSAGES} messages are allowed; got {len(request.messages)}")
+        raise build_refusal(f"messages: at most {MAX_MESSAGES} messages are allowed; got {len(request.messages)}")
     _check_tools(request)
     if isinstance(request, MessagesRequest):
         _check_generation(request)
@@ -218,37 +220,37 @@ def _check_tools(request: CountTokensRequest) -> None:
     names = [tool.name for tool in request.tools or []]
     for index, tool in enumerate(request.tools or []):
         if tool.type not in (None, "custom"):
-            raise refused(
+            raise build_refusal(
                 f"tools.{index}: tools of type {tool.type!r} are defined or run by Anthropic's servers and are not "
                 "supported here; give a tool with a name and an input_schema"
             )
         if tool.input_schema is None:
-            raise refused(f"tools.{index}.custom.input_schema: Field required")
+            raise build_refusal(f"tools.{index}.custom.input_schema: Field required")
     if len(set(names)) < len(names):
-        raise refused("tools: Tool names must be unique.")
+        raise build_refusal("tools: Tool names must be unique.")
     choice = request.tool_choice
     if choice is None:
         return
     if (choice.type == "tool") != (choice.name is not None):
-        raise refused(f"tool_choice.{choice.type}.name: give a name with type 'tool', and with no other")
+        raise build_refusal(f"tool_choice.{choice.type}.name: give a name with type 'tool', and with no other")
     if choice.type == "none":
         return
     if not names:
-        raise refused("tool_choice: may only be specified while providing tools")
+        raise build_refusal("tool_choice: may only be specified while providing tools")
     if choice.name is not None and choice.name not in names:
-        raise refused(f"tool_choice: Tool '{choice.name}' not found in provided tools")
+        raise build_refusal(f"tool_choice: Tool '{choice.name}' not found in provided tools")
 
 
 def _check_generation(request: MessagesRequest) -> None:
     for index, text in enumerate(request.stop_sequences or []):
         if not text.strip():
-            raise refused(f"stop_sequences.{index}: each stop sequence must contain non-whitespace")
+            raise build_refusal(f"stop_sequences.{index}: each stop sequence must contain non-whitespace")
     thinking = request.thinking
     if thinking is None:
         return
     if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
-        raise refused(f"thinking.{thinking.type}.budget_tokens: give it with type 'enabled', and with no other")
+        raise build_refusal(f"thinking.{thinking.type}.budget_tokens: give it with type 'enabled', and with no other")
     if thinking.budget_tokens is not None and thinking.budget_tokens < 1024:
-        raise refused("thinking.enabled.budget_tokens: Input should be greater than or equal to 1024")
+        raise build_refusal("thinking.enabled.budget_tokens: Input should be greater than or equal to 1024")
     if thinking.budget_tokens is not None and thinking.budget_tokens >= request.max_tokens:
-        raise refused("`max_tokens` must be greater than `thinking.budget_tokens`")
+        raise build_refusal("`max_tokens` must be greater than `thinking.budget_tokens`")

@@ -1,4 +1,4 @@
-"""Errors of pydantic as the place in a request and the reason."""
+"""Pydantic errors as a path in the request and a reason."""
 
 from typing import NamedTuple
 
@@ -9,24 +9,24 @@ class FieldError(NamedTuple):
     """One wrong field."""
 
     place: str
-    """Its path, as in `messages.0.content`."""
+    """Path, such as `messages.0.content`."""
     message: str
     is_missing: bool
 
 
-def field_error(error: ValidationError, values: object) -> FieldError:
-    """Return the error that lies deepest: of a union's members that one is meant which fits best.
+def find_field_error(error: ValidationError, values: object) -> FieldError:
+    """Return the most deeply nested error: of a union, it belongs to the member that fits best.
 
     Args:
-        values: what was validated.
+        values: the validated input.
     """
     deepest = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
-    place = _place(deepest["loc"], values) or "body"
+    place = _format_path(deepest["loc"], values) or "body"
     return FieldError(place, deepest["msg"], deepest["type"] == "missing")
 
 
-def _place(location: tuple[int | str, ...], values: object) -> str:
-    """Return the path of a field, without pydantic's names of a union's members, which the request does not have."""
+def _format_path(location: tuple[int | str, ...], values: object) -> str:
+    """Format the path of a field, without pydantic's names of union members."""
     names: list[str] = []
     *outer, last = location or ("",)
     for part in outer:

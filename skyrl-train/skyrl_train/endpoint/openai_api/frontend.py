@@ -1,7 +1,7 @@
-"""The OpenAI API over any rollout engine: request JSON -> token ids -> engine -> answer JSON. Knows no HTTP.
+"""The OpenAI API over any rollout engine: request JSON -> token ids -> engine -> response JSON. Independent of HTTP.
 
-Everything goes through `generate` and `stream` of `InferenceEngineInterface`, so what an engine can do, every client
-can ask for.
+Everything goes through `generate` and `stream` of `InferenceEngineInterface`, so clients can use every feature of an
+engine.
 """
 
 import asyncio
@@ -15,30 +15,30 @@ from skyrl_gym.valid_unicode import replace_lone_surrogates
 from skyrl_train.endpoint.errors import (
     ApiError,
     ContextLengthExceeded,
-    error_of_engine,
-    refused,
-    too_busy,
+    build_refusal,
+    build_too_busy_error,
+    convert_engine_error,
 )
-from skyrl_train.endpoint.openai_api.answer_form import answer_form, constraint_of, thought_mode
+from skyrl_train.endpoint.openai_api.answer_form import build_constraint, get_thought_mode, parse_answer_form
 from skyrl_train.endpoint.openai_api.generation import Asker, GeneratedChoice, Prompt
 from skyrl_train.endpoint.openai_api.payloads import Envelope, Payload
 from skyrl_train.endpoint.openai_api.prompts import ChatOptions, EndpointTemplate
 from skyrl_train.endpoint.openai_api.replies import ChatReply, CompletionReply, Reply
-from skyrl_train.endpoint.openai_api.sampling import check_supported, checked_defaults, sampling_keywords
+from skyrl_train.endpoint.openai_api.sampling import build_sampling_keywords, check_defaults, check_supported
 from skyrl_train.endpoint.openai_api.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    parsed,
+    parse_request,
 )
-from skyrl_train.endpoint.openai_api.sessions import Asked, Sessions, one_session
-from skyrl_train.endpoint.openai_api.streaming import stream
+from skyrl_train.endpoint.openai_api.sessions import Asked, Sessions, resolve_session
+from skyrl_train.endpoint.openai_api.streaming import stream_events
 from skyrl_train.endpoint.openai_api.tool_calls import (
     ToolFormatName,
     ToolSyntax,
-    messages_for_template,
-    tool_syntax,
+    convert_messages_for_template,
+    resolve_tool_syntax,
 )
 from skyrl_train.endpoint.recorder import RequestRecorder
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInterface
@@ -51,15 +51,15 @@ class OpenAIFrontend:
 
     Args:
         engine: one engine, or a client over many.
-        tokenizer: of the engines' model.
-        model_names: what clients call the model; the first stands in answers to others.
+        tokenizer: tokenizer of the engines' model.
+        model_names: names of the model for clients; the first is used in responses of other routes.
         chat_template, chat_template_kwargs: as `generator.chat_template` and `generator.chat_template_kwargs` say.
-        tools: how the model writes tool calls.
-        sampling_defaults: sampling keywords where a request names none (temperature, top_p, top_k, min_p,
-            repetition_penalty); what is not here is the engines' default.
-        request_timeout_seconds: the longest that a request may take.
-        max_requests: answers that may be under way, waiting included; further requests are refused (429).
-        recorder: gets every answered request that has a session.
+        tools: format of the model's tool calls.
+        sampling_defaults: sampling keywords for requests that set none (temperature, top_p, top_k, min_p,
+            repetition_penalty); others have the engines' defaults.
+        request_timeout_seconds: deadline of a request.
+        max_requests: maximum number of responses in flight, waiting ones included; further requests are rejected (429).
+        recorder: receives every completed request that has a session.
     """
 
     def __init__(
@@ -80,34 +80,34 @@ class OpenAIFrontend:
         self.model_names = [model_names] if isinstance(model_names, str) else list(model_names)
         self._template = EndpointTemplate(tokenizer, chat_template, chat_template_kwargs)
         self._sessions = Sessions(self._template, recorder)
-        self._tools: ToolSyntax = tool_syntax(tools, self._template.source)
-        self._sampling_defaults = checked_defaults(sampling_defaults)
+        self._tools: ToolSyntax = resolve_tool_syntax(tools, self._template.source)
+        self._sampling_defaults = check_defaults(sampling_defaults)
         self._asker = Asker(engine, request_timeout_seconds)
         self._info: EngineInfo | None = None
         self._num_requests = 0
         self._max_requests = max_requests
         self._num_under_way = 0
 
-    # What the server calls.
+    # Routes.
 
     async def chat(self, raw: bytes, session: str | None = None) -> Payload | AsyncIterator[str]:
-        """`POST /v1/chat/completions`: the answer, or its events if the request asks for a stream. Raises ApiError."""
-        return await self._answered(*await self.open_chat(parsed(ChatRequest, raw), raw, session))
+        """Handle `POST /v1/chat/completions`. Returns the response, or its events for a stream. Raises ApiError."""
+        return await self._generate_reply(*await self.open_chat(parse_request(ChatRequest, raw), raw, session))
 
     async def open_chat(self, request: ChatRequest, raw: bytes, session: str | None) -> tuple[Asked, ChatReply]:
-        """Make the prompt of a chat request, whichever protocol it came by. Raises ApiError.
+        """Build the prompt of a chat request of any protocol. Raises ApiError.
 
         Args:
-            raw: the body as it came; requests with equal bodies are repeats of each other.
+            raw: the original body; requests with equal bodies count as repeats.
         """
         self.check_model(request.model)
-        session = one_session(session, request.session_id)
-        messages, options, text = self._rendered(request)
-        ids = self._sessions.prompt_ids(session, messages, text, options)
-        form = answer_form(request)
-        thought = "none" if form.param is None else thought_mode(self._template, text)
-        constraint = constraint_of(form, thought, self._template, self._tools)
-        prompt = await self._prompt(
+        session = resolve_session(session, request.session_id)
+        messages, options, text = self._render_messages(request)
+        ids = self._sessions.encode_prompt(session, messages, text, options)
+        form = parse_answer_form(request)
+        thought = "none" if form.param is None else get_thought_mode(self._template, text)
+        constraint = build_constraint(form, thought, self._template, self._tools)
+        prompt = await self._build_prompt(
             request, ids, request.budget, "messages", session, constraint=constraint, constraint_param=form.param
         )
         reply = ChatReply(
@@ -124,48 +124,53 @@ class OpenAIFrontend:
     def count_tokens(self, request: ChatRequest) -> int:
         """Count the tokens of a chat request's prompt. Raises ApiError."""
         self.check_model(request.model)
-        return len(self._template.encode(self._rendered(request)[2]))
+        return len(self._template.encode(self._render_messages(request)[2]))
 
     async def growing(self, asked: Asked, reply: ChatReply) -> AsyncGenerator[GeneratedChoice]:
-        """Generate the one answer to a chat request: again and again as it grows if the request asks for a stream,
-        else once. The last has a stop reason, and is recorded. Raises ApiError."""
+        """Yield the choice of a chat request: successive states for a stream, else the complete one. The last has a
+        stop reason and is recorded. Raises ApiError.
+        """
         self._num_requests += 1
-        async with self._under_way(asked, reply):
+        async with self._count_answers(asked, reply):
             if reply.request.stream:
-                async with contextlib.aclosing(self._asker.growing(reply.prompts[0], 0)) as answers:
+                async with contextlib.aclosing(self._asker.generate_growing(reply.prompts[0], 0)) as answers:
                     async for answer in answers:
                         if answer.stop_reason is not None:
                             self._sessions.keep(asked, reply, [answer])
                         yield answer
             else:
-                [answer] = await self._asker.whole(reply.prompts[0])
+                [answer] = await self._asker.generate_choices(reply.prompts[0])
                 self._sessions.keep(asked, reply, [answer])
                 yield answer
 
     async def completion(self, raw: bytes, session: str | None = None) -> Payload | AsyncIterator[str]:
-        """`POST /v1/completions`. As `chat`."""
-        request = parsed(CompletionRequest, raw)
+        """Handle `POST /v1/completions`, as `chat` does."""
+        request = parse_request(CompletionRequest, raw)
         self.check_model(request.model)
-        session = one_session(session, request.session_id)
+        session = resolve_session(session, request.session_id)
         scores_only = request.max_tokens == 0 and request.echo
         if request.stream and request.echo and (request.logprobs is not None or scores_only):
-            raise refused("echo with logprobs or without an answer cannot be streamed", "stream")
+            raise build_refusal("echo with logprobs or without an answer cannot be streamed", "stream")
         prompts = []
         for number, given in enumerate(request.prompts):
-            ids = self._encoded(given) if isinstance(given, str) else given
+            ids = self._encode_text(given) if isinstance(given, str) else given
             budget = 1 if scores_only else request.max_tokens
             index = number * request.num_choices
-            prompts.append(await self._prompt(request, ids, budget, "prompt", session, index))
+            prompts.append(await self._build_prompt(request, ids, budget, "prompt", session, index))
         reply = CompletionReply(request, self._template, Envelope("text_completion", request.model), prompts)
-        return await self._answered(Asked(None if scores_only else session, raw), reply, bool(scores_only))
+        return await self._generate_reply(Asked(None if scores_only else session, raw), reply, bool(scores_only))
 
     async def tokenize(self, raw: bytes) -> Payload:
-        """`POST /tokenize`: the ids of a text or of messages."""
-        request = parsed(TokenizeRequest, raw)
+        """Handle `POST /tokenize`: token ids of a text or of messages."""
+        request = parse_request(TokenizeRequest, raw)
         if (request.prompt is None) == (request.messages is None):
-            raise refused("give either prompt or messages", "prompt")
+            raise build_refusal("give either prompt or messages", "prompt")
         if request.prompt is not None:
-            ids = self._encoded(request.prompt) if request.add_special_tokens else self._template.encode(request.prompt)
+            ids = (
+                self._encode_text(request.prompt)
+                if request.add_special_tokens
+                else self._template.encode(request.prompt)
+            )
         else:
             assert request.messages is not None
             options = ChatOptions(
@@ -174,63 +179,64 @@ class OpenAIFrontend:
                 continue_final_message=request.continue_final_message,
                 kwargs=request.chat_template_kwargs or {},
             )
-            ids = self._template.encode(self._template.render(messages_for_template(request.messages), options))
-        return {"tokens": ids, "count": len(ids), "max_model_len": (await self._described()).max_model_len}
+            ids = self._template.encode(self._template.render(convert_messages_for_template(request.messages), options))
+        return {"tokens": ids, "count": len(ids), "max_model_len": (await self._describe_model()).max_model_len}
 
     async def detokenize(self, raw: bytes) -> Payload:
-        """`POST /detokenize`: the text of some ids."""
-        request = parsed(DetokenizeRequest, raw)
-        vocab_size = (await self._described()).vocab_size
+        """Handle `POST /detokenize`: text of token ids."""
+        request = parse_request(DetokenizeRequest, raw)
+        vocab_size = (await self._describe_model()).vocab_size
         if not all(0 <= token < vocab_size for token in request.tokens):
-            raise refused(f"tokens must lie in the vocabulary, 0 to {vocab_size - 1}", "tokens")
+            raise build_refusal(f"tokens must lie in the vocabulary, 0 to {vocab_size - 1}", "tokens")
         return {"prompt": self._template.decode(request.tokens, skip_special_tokens=False)}
 
     async def models(self) -> Payload:
-        """`GET /v1/models`, with the fields of OpenAI's and of Anthropic's."""
-        info = await self._described()
-        models = [self._model(name, info) for name in self.model_names]
+        """Handle `GET /v1/models`, with the fields of OpenAI's and Anthropic's APIs."""
+        info = await self._describe_model()
+        models = [self._check_model(name, info) for name in self.model_names]
         pages = {"has_more": False, "first_id": self.model_names[0], "last_id": self.model_names[-1]}
         return {"object": "list", "data": models} | pages
 
     async def model(self, name: str) -> Payload:
         """`GET /v1/models/NAME`."""
         self.check_model(name)
-        return self._model(name, await self._described())
+        return self._check_model(name, await self._describe_model())
 
     async def check_health(self) -> None:
-        """Raise ApiError if the engine is not well."""
+        """Raise ApiError if the engine is not healthy."""
         try:
             await self.engine.check_health()
-        except Exception as error:  # whatever it is, the engine is not well
+        except Exception as error:  # any error means an unhealthy engine
             raise ApiError(503, "the engine is not well; the log says more", code="engine_unavailable") from error
 
     def take_metrics(self) -> dict[str, float]:
-        """Counts since the last call: `endpoint/requests`; `endpoint/exact_turns`, later turns of a session whose
-        prompt holds the earlier answers as they were drawn; `endpoint/rendered_turns`, those whose messages or template
-        say otherwise, so that they were rendered anew."""
+        """Return counts since the last call: `endpoint/requests`; `endpoint/exact_turns`, later turns of a session with
+        earlier completions as sampled in their prompt; `endpoint/rendered_turns`, later turns rendered again because
+        messages or template differ.
+        """
         counts = {"endpoint/requests": float(self._num_requests)} | self._sessions.counts
         self._num_requests = 0
         self._sessions.counts = dict.fromkeys(self._sessions.counts, 0.0)
         return counts
 
-    # From texts and ids to prompts.
+    # Prompts.
 
-    def _rendered(self, request: ChatRequest) -> tuple[ConversationType, ChatOptions, str]:
-        """Render a request's messages. Returns: the messages and options for the template, and its text."""
-        messages = messages_for_template(request.messages)
+    def _render_messages(self, request: ChatRequest) -> tuple[ConversationType, ChatOptions, str]:
+        """Render a request's messages. Returns the messages and options for the template, and the rendered text."""
+        messages = convert_messages_for_template(request.messages)
         options = ChatOptions(
             tools=request.tools_in_use,
             add_generation_prompt=not request.continue_final_message and request.add_generation_prompt is not False,
             continue_final_message=request.continue_final_message,
-            kwargs=self._template.kwargs_of_effort(request.reasoning_effort) | (request.chat_template_kwargs or {}),
+            kwargs=self._template.get_effort_kwargs(request.reasoning_effort) | (request.chat_template_kwargs or {}),
         )
         return messages, options, self._template.render(messages, options)
 
-    def _encoded(self, text: str) -> list[int]:
-        """Encode a text with the special tokens before it: a completion's prompt is a document."""
+    def _encode_text(self, text: str) -> list[int]:
+        """Encode a text with leading special tokens: the prompt of a text completion is a document."""
         return self._template.tokenizer(replace_lone_surrogates(text))["input_ids"]  # pyright: ignore[reportReturnType]
 
-    async def _prompt(
+    async def _build_prompt(
         self,
         request: ChatRequest | CompletionRequest,
         ids: list[int],
@@ -242,21 +248,21 @@ class OpenAIFrontend:
         constraint: Constraint | None = None,
         constraint_param: str | None = None,
     ) -> Prompt:
-        info = await self._described()
+        info = await self._describe_model()
         room = info.max_model_len - len(ids)
         if not ids:
-            raise refused(f"{param} has no tokens", param)
+            raise build_refusal(f"{param} has no tokens", param)
         if room < 1:
-            self._sessions.context_is_full(session)
+            self._sessions.record_full_context(session)
             raise ContextLengthExceeded(len(ids), info.max_model_len, param)
-        rules, records = self._sessions.rules(session), self._sessions.records(session)
-        params = sampling_keywords(request, budget, room, self._sampling_defaults, log_probs=records)
-        params = rules.keywords(params)
+        rules, records = self._sessions.get_rules(session), self._sessions.records(session)
+        params = build_sampling_keywords(request, budget, room, self._sampling_defaults, log_probs=records)
+        params = rules.build_keywords(params)
         if isinstance(request, ChatRequest):
             params = self._template.turn_ends.add_stop_ids(params)
         check_supported(params, constraint, constraint_param, info.unsupported)
         if constraint is not None:
-            params["constraint"] = constraint.as_keyword()
+            params["constraint"] = constraint.to_keyword()
         return Prompt(
             ids=ids,
             params=params,
@@ -267,14 +273,16 @@ class OpenAIFrontend:
             constraint_param=constraint_param,
         )
 
-    # From prompts to answers.
+    # Generation.
 
-    async def _answered(self, asked: Asked, reply: Reply, scores_only: bool = False) -> Payload | AsyncIterator[str]:
+    async def _generate_reply(
+        self, asked: Asked, reply: Reply, scores_only: bool = False
+    ) -> Payload | AsyncIterator[str]:
         self._num_requests += 1
         if reply.request.stream:
-            return self._streamed(asked, reply)
-        async with self._under_way(asked, reply):
-            answers = await self._all_answers(reply.prompts)
+            return self._stream_reply(asked, reply)
+        async with self._count_answers(asked, reply):
+            answers = await self._generate_all(reply.prompts)
             self._sessions.keep(asked, reply, answers)
         if scores_only:
             for answer in answers:
@@ -282,57 +290,58 @@ class OpenAIFrontend:
                 answer.stop_reason = "length"
         return reply.whole(answers)
 
-    async def _streamed(self, asked: Asked, reply: Reply) -> AsyncIterator[str]:
-        async with self._under_way(asked, reply):
-            events = stream(self._asker, reply, lambda answers: self._sessions.keep(asked, reply, answers))
+    async def _stream_reply(self, asked: Asked, reply: Reply) -> AsyncIterator[str]:
+        async with self._count_answers(asked, reply):
+            events = stream_events(self._asker, reply, lambda answers: self._sessions.keep(asked, reply, answers))
             async with contextlib.aclosing(events):
                 async for event in events:
                     yield event
 
     @contextlib.asynccontextmanager
-    async def _under_way(self, asked: Asked, reply: Reply) -> AsyncIterator[None]:
-        """Count answers inside of the block, and have their session admit them. Raises ApiError if there would be too
-        many, or the session's budget is used up."""
+    async def _count_answers(self, asked: Asked, reply: Reply) -> AsyncIterator[None]:
+        """Count responses in flight within the block, and admit them to their session. Raises ApiError if there are too
+        many, or the session's budget is used up.
+        """
         num_answers = reply.num_answers
         if self._num_under_way + num_answers > self._max_requests:
-            raise too_busy(self._num_under_way, self._max_requests)
+            raise build_too_busy_error(self._num_under_way, self._max_requests)
         self._num_under_way += num_answers
         try:
-            async with self._sessions.admitted(asked.session, reply, self._asker.timeout_seconds):
+            async with self._sessions.admit(asked.session, reply, self._asker.timeout_seconds):
                 yield
         finally:
             self._num_under_way -= num_answers
 
-    async def _all_answers(self, prompts: Sequence[Prompt]) -> list[GeneratedChoice]:
-        tasks = [asyncio.create_task(self._asker.whole(prompt)) for prompt in prompts]
+    async def _generate_all(self, prompts: Sequence[Prompt]) -> list[GeneratedChoice]:
+        tasks = [asyncio.create_task(self._asker.generate_choices(prompt)) for prompt in prompts]
         try:
             return [answer for answers in await asyncio.gather(*tasks) for answer in answers]
         finally:
-            for task in tasks:  # one that failed, or a client that went away, ends the others
+            for task in tasks:  # a failed choice or a disconnected client ends the others
                 task.cancel()
 
-    # Of the model.
+    # Model.
 
-    async def context_length(self) -> int:
-        """Return the most tokens of a prompt with its answer. Raises ApiError."""
-        return (await self._described()).max_model_len
+    async def get_context_length(self) -> int:
+        """Return the maximum number of tokens of prompt and response. Raises ApiError."""
+        return (await self._describe_model()).max_model_len
 
-    async def _described(self) -> EngineInfo:
+    async def _describe_model(self) -> EngineInfo:
         if self._info is None:
             try:
                 self._info = await self.engine.describe()
             except Exception as error:  # as in every call of an engine
-                raise error_of_engine(error) from error
+                raise convert_engine_error(error) from error
         return self._info
 
     def check_model(self, name: str) -> None:
-        """Raise ApiError if no model of this name is served."""
+        """Raise ApiError if the model name is not served."""
         if name not in self.model_names:
             served = ", ".join(self.model_names)
             message = f"the model {name!r} does not exist here; served: {served}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _model(self, name: str, info: EngineInfo) -> Payload:
+    def _check_model(self, name: str, info: EngineInfo) -> Payload:
         openai = {"id": name, "object": "model", "created": 0, "owned_by": "skyrl", "max_model_len": info.max_model_len}
         anthropic = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
         return openai | anthropic | {"max_input_tokens": info.max_model_len, "max_tokens": info.max_model_len}

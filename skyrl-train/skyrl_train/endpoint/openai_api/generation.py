@@ -1,6 +1,6 @@
 """Generation for requests of the OpenAI API: complete responses, or streams of chunks.
 
-Knows tokens, sampling keywords and deadlines; nothing of OpenAI, messages or HTTP.
+Handles tokens, sampling keywords and deadlines; independent of OpenAI's API, messages and HTTP.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from skyrl_train.endpoint.errors import ApiError, error_of_engine, timed_out
+from skyrl_train.endpoint.errors import ApiError, build_timeout_error, convert_engine_error
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.request import (
     Completion,
@@ -23,8 +23,9 @@ from skyrl_train.utils.async_blocks import gather_or_cancel
 
 GROWTH_SECONDS = 0.05
 GROWTH_SECONDS_A_TOKEN = 5e-5
-"""Shortest time between two views of an answer that grows, and what each token adds to it: the answer is read anew each
-time, and a step of a small model is much cheaper than that."""
+"""Minimum interval between two states of a streamed choice, and its growth per token. Each state decodes the whole
+text, which costs far more than a step of a small model.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,24 +34,24 @@ class Prompt:
 
     ids: list[int]
     params: SamplingKeywords
-    """The engines' sampling keywords, `max_tokens` among them and `seed` not."""
+    """Engine sampling keywords, with `max_tokens` and without `seed`."""
     num_choices: int = 1
     seed: int | None = None
     first_index: int = 0
-    """Choice i of this prompt draws from (`seed`, `first_index` + i)."""
+    """Choice i of this prompt samples from (`seed`, `first_index` + i)."""
     session: str | int | None = None
     constraint_param: str | None = None
-    """Field of the request that the constraint in `params` is of."""
+    """Request field that the constraint in `params` comes from."""
     waited_seconds: float = 0.0
-    """Part of the time of its request that went by before it was admitted."""
+    """Seconds of the request's deadline spent before admission."""
 
-    def limited(self, seed: int | None, max_tokens: int | None, waited_seconds: float) -> "Prompt":
-        """Return the prompt under the rules of its session.
+    def apply_rules(self, seed: int | None, max_tokens: int | None, waited_seconds: float) -> "Prompt":
+        """Return the prompt with the rules of its session applied.
 
         Args:
-            seed: in place of its own; None: its own.
-            max_tokens: the most that an answer may have; None: no further limit.
-            waited_seconds: of the time of its request, until the session admitted it.
+            seed: replaces the prompt's; None: unchanged.
+            max_tokens: additional limit of a completion; None: no limit.
+            waited_seconds: seconds spent until the session admitted the request.
         """
         params = dict(self.params)
         for name in ("max_tokens", "min_tokens"):
@@ -59,8 +60,8 @@ class Prompt:
         seed = self.seed if seed is None else seed
         return replace(self, params=params, seed=seed, waited_seconds=waited_seconds)
 
-    def request(self, choice: int) -> GenerationRequest:
-        """Return the request of a choice."""
+    def build_request(self, choice: int) -> GenerationRequest:
+        """Build the engine request of a choice."""
         params = self.params
         if self.seed is not None:
             params = params | {"seed": [self.seed, self.first_index + choice]}
@@ -69,20 +70,20 @@ class Prompt:
 
 @dataclass
 class GeneratedChoice:
-    """Tokens generated for one choice of a request, so far or in the end. The three lists have one entry a token."""
+    """Tokens generated for one choice of a request, partial or complete. The three lists have one entry per token."""
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] | None = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
     stop_reason: str | None = None
-    """None: not at its end yet."""
+    """None: not complete."""
     prompt_log_probs: list[float] | None = None
     top: TopLogProbs | None = None
-    """Likeliest tokens in the place of each token, if asked for."""
+    """Most likely tokens at each position, if requested."""
     prompt_top: TopLogProbs | None = None
 
     @classmethod
-    def of(cls, completion: Completion) -> "GeneratedChoice":
+    def from_completion(cls, completion: Completion) -> "GeneratedChoice":
         """Return a complete choice."""
         return cls(
             token_ids=completion.token_ids,
@@ -115,19 +116,20 @@ class GeneratedChoice:
 
 
 class Asker:
-    """Client of an engine: a deadline for each request, and its errors as those of the API."""
+    """Client of an engine that applies a deadline to each request and converts engine errors to ApiError."""
 
     def __init__(self, engine: InferenceEngineInterface, timeout_seconds: float):
         self.engine = engine
         self.timeout_seconds = timeout_seconds
 
-    async def whole(self, prompt: Prompt) -> list[GeneratedChoice]:
+    async def generate_choices(self, prompt: Prompt) -> list[GeneratedChoice]:
         """Generate the choices of a prompt. Raises ApiError."""
-        return await gather_or_cancel([self._choice(prompt, choice) for choice in range(prompt.num_choices)])
+        return await gather_or_cancel([self._generate_choice(prompt, choice) for choice in range(prompt.num_choices)])
 
-    async def growing(self, prompt: Prompt, choice: int) -> AsyncGenerator[GeneratedChoice]:
-        """One choice of a prompt, again and again as it grows; the last has a stop reason, and is that of `whole`.
-        Closed, it ends the request. Raises ApiError."""
+    async def generate_growing(self, prompt: Prompt, choice: int) -> AsyncGenerator[GeneratedChoice]:
+        """Yield successive states of one choice; the last has a stop reason and equals the result of
+        `generate_choices`. Closing the generator cancels the request. Raises ApiError.
+        """
         answer, has_grown = GeneratedChoice(), asyncio.Event()
 
         # Called between two steps of this generator, in its loop, so that nothing here needs a lock.
@@ -135,49 +137,49 @@ class Asker:
             answer.extend(delta)
             has_grown.set()
 
-        asking = asyncio.ensure_future(self._choice(prompt, choice, on_tokens))
-        asking.add_done_callback(lambda _: has_grown.set())  # an answer of one token has no growth
+        asking = asyncio.ensure_future(self._generate_choice(prompt, choice, on_tokens))
+        asking.add_done_callback(lambda _: has_grown.set())  # a completion of one token has no partial state
         try:
             while True:
                 await has_grown.wait()
                 has_grown.clear()
-                # The whole answer holds all tokens so far, also those that nobody has seen.
+                # The completion has all tokens, including unseen ones.
                 if asking.done():
                     break
                 yield answer
-                # Tokens that come meanwhile join the answer: a slow reader makes fewer and larger steps.
+                # Tokens received meanwhile are included: a slow reader gets fewer and larger steps.
                 pause = GROWTH_SECONDS + GROWTH_SECONDS_A_TOKEN * len(answer.token_ids)
                 await asyncio.wait({asking}, timeout=pause)
             yield asking.result()
         finally:
             asking.cancel()
 
-    async def _choice(self, prompt: Prompt, choice: int, on_tokens: OnTokens | None = None) -> GeneratedChoice:
-        """Generate a choice. One deadline is for a request and its wait before it was admitted. Raises ApiError."""
-        request = prompt.request(choice)
+    async def _generate_choice(self, prompt: Prompt, choice: int, on_tokens: OnTokens | None = None) -> GeneratedChoice:
+        """Generate a choice. The deadline includes the wait for admission. Raises ApiError."""
+        request = prompt.build_request(choice)
         async with _Deadline(self.timeout_seconds - prompt.waited_seconds):
             try:
                 if on_tokens is None:
                     completion = await self.engine.generate(request)
                 else:
                     completion = await self.engine.stream(request, on_tokens)
-            except Exception as error:  # the far side may be a Ray actor, a server or a library
-                refusal = error_of_engine(error)
+            except Exception as error:  # the engine may be a Ray actor, a server or a library
+                refusal = convert_engine_error(error)
                 if refusal.status == 400 and prompt.constraint_param is not None and _is_about_form(refusal.message):
                     refusal.param = prompt.constraint_param
                 raise refusal from error
         if completion.stop_reason == "abort":
             raise ApiError(503, "the request was aborted; send it again", code="aborted")
-        return GeneratedChoice.of(completion)
+        return GeneratedChoice.from_completion(completion)
 
 
 def _is_about_form(message: str) -> bool:
-    """Check whether an engine refused a constraint: each library has words of its own."""
+    """Return whether an engine rejected a constraint. Each library words this differently."""
     return any(word in message.lower() for word in ("constraint", "schema", "grammar"))
 
 
 class _Deadline:
-    """Deadline whose end is an error of the API."""
+    """Deadline that raises ApiError on expiry."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -190,10 +192,10 @@ class _Deadline:
         try:
             await self._timeout.__aexit__(*raised)
         except TimeoutError:
-            raise timed_out() from None
+            raise build_timeout_error() from None
 
 
-def end_of_stop(text: str, stop: str, known: int) -> int | None:
-    """Return the start of `stop` in `text`, if it ends behind the first `known` characters."""
+def find_stop(text: str, stop: str, known: int) -> int | None:
+    """Return the start of `stop` in `text`, if it ends after the first `known` characters."""
     place = text.find(stop, max(0, known - len(stop) + 1))
     return place if place >= 0 else None

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's JSON. Knows no engine and no HTTP."""
+"""Responses in OpenAI's JSON. Independent of engines and HTTP."""
 
 import json
 import time
@@ -16,12 +16,12 @@ Payload = JsonObject
 """JSON object."""
 
 LOWEST_LOG_PROB = -9999.0
-"""Stands for minus infinity, which JSON lacks."""
+"""Replacement of minus infinity, which JSON cannot represent."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """An answer as a client sees it. `finish_reason` is None while it grows."""
+    """Response as a client sees it. `finish_reason` is unset (None) while it is generated."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
@@ -38,8 +38,8 @@ class Envelope:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def around(self, choices: list[Payload], answers: Sequence[GeneratedChoice], chunk: bool = False) -> Payload:
-        """The object with these choices, and the newest weights that wrote one of these answers."""
+    def build(self, choices: list[Payload], answers: Sequence[GeneratedChoice], chunk: bool = False) -> Payload:
+        """Build the object with these choices and the newest weight version of their tokens."""
         version = max((version for answer in answers for version in answer.weight_versions), default=None)
         chat = self.kind == "chat.completion"
         return {
@@ -53,8 +53,8 @@ class Envelope:
         }
 
 
-def usage(num_prompt_tokens: int, answers: Sequence[GeneratedChoice]) -> dict[str, int]:
-    """The numbers of tokens; a prompt counts once, however many choices it has."""
+def build_usage(num_prompt_tokens: int, answers: Sequence[GeneratedChoice]) -> dict[str, int]:
+    """Count tokens. A prompt counts once for all its choices."""
     written = sum(len(answer.token_ids) for answer in answers)
     return {
         "prompt_tokens": num_prompt_tokens,
@@ -63,11 +63,11 @@ def usage(num_prompt_tokens: int, answers: Sequence[GeneratedChoice]) -> dict[st
     }
 
 
-def assistant_message(written: Written, thought: str | None = None) -> Payload:
-    """A chat answer.
+def build_assistant_message(written: Written, thought: str | None = None) -> Payload:
+    """Build the message of a chat response.
 
     Args:
-        thought: returned apart from the content, as vLLM's servers do; None: there is none, or it is in the content.
+        thought: returned separately from the content, as vLLM's servers do; None: no thought, or it is in the content.
     """
     message: Payload = {"role": "assistant", "content": written.content or None, "refusal": None}
     if written.calls:
@@ -78,7 +78,7 @@ def assistant_message(written: Written, thought: str | None = None) -> Payload:
 
 
 def call_deltas(calls: Sequence[ToolCall]) -> list[Payload]:
-    """Tool calls in a streamed answer: each whole, in one piece."""
+    """Build the deltas of tool calls in a stream, one complete call each."""
     return [{"index": index} | _call(call) for index, call in enumerate(calls)]
 
 
@@ -90,14 +90,14 @@ def _call(call: ToolCall) -> Payload:
     }
 
 
-def chat_logprobs(
+def build_chat_logprobs(
     template: EndpointTemplate, token_ids: Sequence[int], log_probs: Sequence[float], top: TopLogProbs | None
 ) -> Payload:
-    """One entry a token, with those of the likeliest tokens in its place if they are known."""
+    """Build one entry per token, with the most likely tokens at its position if known."""
 
     def entry(token: int, log_prob: float) -> Payload:
-        text = template.text_of(token)
-        return {"token": text, "logprob": _finite(log_prob), "bytes": list(text.encode())}
+        text = template.decode_token(token)
+        return {"token": text, "logprob": _to_finite(log_prob), "bytes": list(text.encode())}
 
     content = []
     for place, (token, log_prob) in enumerate(zip(token_ids, log_probs, strict=True)):
@@ -106,7 +106,7 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(
+def build_completion_logprobs(
     template: EndpointTemplate,
     token_ids: Sequence[int],
     log_probs: Sequence[float | None],
@@ -114,48 +114,49 @@ def completion_logprobs(
     skip_special_tokens: bool,
     top: Sequence[tuple[Sequence[int], Sequence[float]] | None] | None,
 ) -> Payload:
-    """Parallel lists, one entry a token; `offset` is where in the text the first begins. The text is without special
-    tokens if they are skipped; the list of tokens has them always.
+    """Build parallel lists with one entry per token; `offset` is the position of the first in the text. The text omits
+    special tokens if they are skipped; the token list always has them.
 
     Args:
-        top: ids and log-probs of the likeliest tokens in each place, None at the first token of a prompt; None: not
-            asked for.
+        top: ids and log-probs of the most likely tokens at each position, None at the first token of a prompt; None:
+            not requested.
     """
-    tokens = [template.text_of(token) for token in token_ids]
+    tokens = [template.decode_token(token) for token in token_ids]
     offsets = []
     for token in token_ids:
         offsets.append(offset)
-        offset += len(template.text_of(token, skip_special_tokens))
+        offset += len(template.decode_token(token, skip_special_tokens))
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(log_prob) for log_prob in log_probs],
+        "token_logprobs": [_to_finite(log_prob) for log_prob in log_probs],
         "top_logprobs": None
         if top is None
-        else [_by_text(template, *place) for place in zip(token_ids, log_probs, top, strict=True)],
+        else [_map_by_text(template, *place) for place in zip(token_ids, log_probs, top, strict=True)],
         "text_offset": offsets,
     }
 
 
-def _by_text(
+def _map_by_text(
     template: EndpointTemplate, token: int, log_prob: float | None, top: tuple[Sequence[int], Sequence[float]] | None
 ) -> dict[str, float | None] | None:
-    """Return the log-probs of the likeliest tokens and of the token itself by their texts; of tokens with one text the
-    likeliest counts."""
+    """Map token texts to log-probs, for the most likely tokens and the token itself. Of tokens with equal text the most
+    likely one counts.
+    """
     if top is None:
         return None
     likeliest = [*zip(*top, strict=True), (token, log_prob)]
     by_text: dict[str, float | None] = {}
     for each, value in likeliest:
-        by_text.setdefault(template.text_of(each), _finite(value))
+        by_text.setdefault(template.decode_token(each), _to_finite(value))
     return by_text
 
 
-def _finite(log_prob: float | None) -> float | None:
+def _to_finite(log_prob: float | None) -> float | None:
     return None if log_prob is None else max(float(log_prob), LOWEST_LOG_PROB)
 
 
-def server_sent(payload: Payload) -> str:
-    """One event of a stream."""
+def format_server_sent_event(payload: Payload) -> str:
+    """Format one server-sent event."""
     return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 

@@ -1,7 +1,7 @@
-"""Prompts: messages to the tokens that a model continues. Knows no engine and no HTTP.
+"""Conversion of messages to prompt tokens. Independent of engines and HTTP.
 
-What a model wrote in an earlier turn of a session is not encoded again: where the chat template shows that answer as it
-was written, its tokens stand in the prompt as they were drawn.
+Completions of earlier turns of a session are not tokenized again: where the chat template renders a completion
+unchanged, the prompt reuses the sampled tokens.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.chat.template import ChatTemplate, ChatTemplateError
-from skyrl_train.endpoint.errors import refused
+from skyrl_train.endpoint.errors import build_refusal
 from skyrl_train.endpoint.openai_api.thoughts import THOUGHT_CLOSE, THOUGHT_OPEN
 from skyrl_train.types import ConversationType, JsonObject, MessageType
 
@@ -32,10 +32,10 @@ class ChatOptions:
 
 
 class EndpointTemplate(ChatTemplate):
-    """Chat template whose failures are errors of the request.
+    """Chat template that raises ApiError when it fails.
 
     Args:
-        kwargs: variables of the template besides messages; a request's own take precedence.
+        kwargs: template variables besides the messages; a request's variables take precedence.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -53,23 +53,23 @@ class EndpointTemplate(ChatTemplate):
         """Render a conversation.
 
         Raises:
-            ApiError: there is no template, or it cannot render these messages.
+            ApiError: no template, or it cannot render these messages.
         """
         if self.chat_template is None and not self.tokenizer.chat_template:
-            raise refused("the model has no chat template; use /v1/completions", "messages")
+            raise build_refusal("the model has no chat template; use /v1/completions", "messages")
         reserved = {"messages", "tools", "tokenize", "return_dict", "chat_template", "conversation"}
         reserved |= {"add_generation_prompt", "continue_final_message"}
         if wrong := sorted(reserved & set(options.kwargs)):
-            raise refused(f"chat_template_kwargs may not hold {', '.join(wrong)}", "chat_template_kwargs")
+            raise build_refusal(f"chat_template_kwargs may not hold {', '.join(wrong)}", "chat_template_kwargs")
         kwargs = options.kwargs | {"continue_final_message": options.continue_final_message}
         try:
             return self.text(messages, options.add_generation_prompt, tools=options.tools, **kwargs)
         except ChatTemplateError as error:
-            raise refused(str(error), "messages") from error
+            raise build_refusal(str(error), "messages") from error
 
-    def kwargs_of_effort(self, effort: str | None) -> dict[str, object]:
-        """Return the variables of the template that `reasoning_effort` sets: those of this name, or whether the model
-        thinks at all.
+    def get_effort_kwargs(self, effort: str | None) -> dict[str, object]:
+        """Return the template variables set by `reasoning_effort`: the variable of this name, or the switch that
+        enables thinking.
 
         Raises:
             ApiError: the template reads neither.
@@ -82,8 +82,8 @@ class EndpointTemplate(ChatTemplate):
         if "enable_thinking" in source:
             return {"enable_thinking": effort != "none"}
         if effort == "none" and THOUGHT_CLOSE not in source:
-            return {}  # no thought to turn off
-        raise refused(
+            return {}  # no thought to disable
+        raise build_refusal(
             f"reasoning_effort={effort!r}: the model's chat template reads neither reasoning_effort nor "
             "enable_thinking; leave it out, or give chat_template_kwargs what the template reads",
             "reasoning_effort",
@@ -94,8 +94,8 @@ class EndpointTemplate(ChatTemplate):
     def special_ids(self) -> frozenset[int]:
         return frozenset(self.tokenizer.all_special_ids) | self.turn_ends.ids
 
-    def text_of(self, token: int, skip_special_tokens: bool = False) -> str:
-        """The text of one token. Remembered: a vocabulary is small, and answers ask for each of their tokens."""
+    def decode_token(self, token: int, skip_special_tokens: bool = False) -> str:
+        """Return the text of one token. Cached, since responses decode each of their tokens."""
         key = (token, skip_special_tokens)
         if key not in self._texts:
             self._texts[key] = self.decode([token], skip_special_tokens)
@@ -104,8 +104,9 @@ class EndpointTemplate(ChatTemplate):
 
 @dataclass(frozen=True)
 class Said:
-    """An assistant message as it was returned. Two are equal if they say the same: white space aside, and the tag that
-    opens a thought, which stands in some templates' prompts and in others' answers."""
+    """Assistant message as returned to the client. Equality ignores white space and the opening thought tag, which
+    belongs to the prompt in some templates and to the completion in others.
+    """
 
     content: str = field(compare=False)
     key: str
@@ -114,19 +115,19 @@ class Said:
 
     @classmethod
     def of(cls, message: MessageType) -> "Said":
-        """Return what a message for templates says (see `messages_for_template`)."""
+        """Extract the content of a message for templates (see `convert_messages_for_template`)."""
         content = str(message.get("content") or "").strip()
         calls = (call["function"] for call in message.get("tool_calls") or [])
         return cls(
             content,
-            _squeezed(content).removeprefix(THOUGHT_OPEN),
+            _strip_whitespace(content).removeprefix(THOUGHT_OPEN),
             tuple((call["name"], repr(call["arguments"])) for call in calls),
         )
 
 
 @dataclass(frozen=True)
 class _Reply:
-    """An answer as its client was given it, its tokens, and their text with special tokens."""
+    """Response as returned to the client, its tokens, and their text with special tokens."""
 
     said: Said
     ids: np.ndarray
@@ -135,7 +136,7 @@ class _Reply:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """A prompt as text and tokens, and what was answered."""
+    """Prompt as text and tokens, and its responses."""
 
     num_messages: int
     prompt_text: str
@@ -146,17 +147,17 @@ class _Exchange:
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + sum(len(answer.ids) for answer in self.answers)
 
-    def ids_before(self, answer: _Reply, rest: Sequence[int]) -> list[int]:
-        """Return the ids of the prompt, the answer, and what follows."""
+    def build_ids(self, answer: _Reply, rest: Sequence[int]) -> list[int]:
+        """Return the ids of prompt, completion and following text."""
         return [*self.prompt_ids.tolist(), *answer.ids.tolist(), *rest]
 
 
 class ConversationMemory:
-    """The last exchanges of each session, so that a conversation goes on from the very tokens it was made of.
+    """Memory of the last exchanges of each session, so that a conversation continues from its sampled tokens.
 
     Args:
-        max_tokens: of all sessions together; the sessions that were silent longest are forgotten first. A forgotten
-            conversation is rendered from its messages.
+        max_tokens: limit over all sessions; the least recently used sessions are evicted. An evicted conversation is
+            rendered from its messages.
     """
 
     def __init__(self, template: EndpointTemplate, max_tokens: int = 32_000_000):
@@ -173,7 +174,7 @@ class ConversationMemory:
         prompt_ids: Sequence[int],
         answers: Sequence[tuple[Said, Sequence[int]]],
     ) -> None:
-        """Take the prompt made of `num_messages` messages, and the answers to it with their tokens."""
+        """Store a prompt of `num_messages` messages and its responses with their tokens."""
         exchange = _Exchange(
             num_messages,
             prompt_text,
@@ -193,8 +194,8 @@ class ConversationMemory:
             _, forgotten = self._sessions.popitem(last=False)
             self._num_tokens -= sum(exchange.num_tokens for exchange in forgotten)
 
-    def may_know(self, session: str | int, messages: ConversationType) -> bool:
-        """Check that these messages follow a completion of this session."""
+    def has_candidate(self, session: str | int, messages: ConversationType) -> bool:
+        """Return whether these messages may follow a stored response of this session."""
         return any(
             exchange.num_messages < len(messages) and messages[exchange.num_messages]["role"] == "assistant"
             for exchange in self._sessions.get(session, [])
@@ -203,11 +204,11 @@ class ConversationMemory:
     def find_prompt(
         self, session: str | int, messages: ConversationType, text: str, options: ChatOptions
     ) -> list[int] | None:
-        """Return the ids of a conversation, with earlier completions as they were drawn; None if that is not possible.
+        """Return the ids of a conversation, with earlier completions as sampled; None if that is not possible.
 
         Args:
-            text: the messages as the template renders them. The longest earlier prompt that it begins with is taken,
-                if what follows there is an answer of ours: it says the same (white space aside) as what was written.
+            text: the messages as the template renders them. Uses the longest earlier prompt that is a prefix and is
+                followed by a stored response with equal content (ignoring white space).
         """
         exchanges = self._sessions.get(session, [])
         for exchange in sorted(exchanges, key=lambda exchange: -exchange.num_messages):
@@ -218,21 +219,22 @@ class ConversationMemory:
                 continue
             said = Said.of(messages[answered])
             for answer in reversed(exchange.answers):
-                if (rest := self._rest_as_drawn(answer, said, text, len(exchange.prompt_text))) is not None:
-                    return exchange.ids_before(answer, rest)
+                if (rest := self._find_rest_as_sampled(answer, said, text, len(exchange.prompt_text))) is not None:
+                    return exchange.build_ids(answer, rest)
             written = [answer for answer in exchange.answers if answer.said == said]
-            tail = self._tail(messages, answered, text, options) if written else None
+            tail = self._render_tail(messages, answered, text, options) if written else None
             if tail is None:
                 continue
             shown = text[len(exchange.prompt_text) : len(text) - len(tail)]
             for answer in reversed(written):
-                if (rest := self._rest(answer.ids.tolist(), said, shown, tail)) is not None:
-                    return exchange.ids_before(answer, rest)
+                if (rest := self._encode_rest(answer.ids.tolist(), said, shown, tail)) is not None:
+                    return exchange.build_ids(answer, rest)
         return None
 
-    def _rest_as_drawn(self, answer: _Reply, said: Said, text: str, start: int) -> list[int] | None:
-        """Return the ids of the text behind an answer that stands at `start` as it was drawn, character by character;
-        None if it does not. An answer that no special token ends must be the whole of the message, too."""
+    def _find_rest_as_sampled(self, answer: _Reply, said: Said, text: str, start: int) -> list[int] | None:
+        """Return the ids of the text after a completion that occurs verbatim at `start`; None if it does not. A
+        completion without a closing special token must also be the entire message.
+        """
         ends_itself = self._is_closed(answer.ids)
         if not text.startswith(answer.text, start) or not (ends_itself or answer.said == said):
             return None
@@ -241,29 +243,30 @@ class ConversationMemory:
         return self._template.encode_after(last, tail)
 
     def _is_closed(self, ids: Sequence[int] | np.ndarray) -> bool:
-        """Check whether a special token ends an answer; an empty one (of an engine that leaves out the token that
-        ended it) is closed by the template."""
+        """Return whether a special token ends a completion; the template closes an empty one (from an engine that omits
+        the end token).
+        """
         return len(ids) > 0 and int(ids[-1]) in self._template.special_ids
 
-    def _tail(self, messages: ConversationType, answered: int, text: str, options: ChatOptions) -> str | None:
-        """Return the template's text after a completion: that after a mark in its place."""
+    def _render_tail(self, messages: ConversationType, answered: int, text: str, options: ChatOptions) -> str | None:
+        """Render the template's text after a completion, found with a marker as the completion."""
         marked = [*messages[:answered], {"role": "assistant", "content": _MARK}, *messages[answered + 1 :]]
         try:
             rendered = self._template.render(marked, options)
-        except Exception:  # a template that has no word for a result without a call, in whatever way it says so
+        except Exception:  # a template that cannot render a result without a call may raise any error
             return None
         place = rendered.rfind(_MARK)
         tail = rendered[place + len(_MARK) :]
         return tail if place >= 0 and text.endswith(tail) else None
 
-    def _rest(self, ids: list[int], said: Said, shown: str, tail: str) -> list[int] | None:
-        """The ids of `tail` behind an answer; None if the template does not show the answer as it was written."""
+    def _encode_rest(self, ids: list[int], said: Said, shown: str, tail: str) -> list[int] | None:
+        """Return the ids of `tail` after a completion; None if the template does not render the completion verbatim."""
         is_closed = self._is_closed(ids)
         text = ids[:-1] if is_closed else ids
         forms = [self._template.decode(text), self._template.decode(text, skip_special_tokens=False)]
         if not said.calls:
             forms += [said.content, said.key]  # without the stop text that ended it
-        if _squeezed(shown) not in map(_squeezed, forms):
+        if _strip_whitespace(shown) not in map(_strip_whitespace, forms):
             return None
         last = self._template.decode(ids[-1:], skip_special_tokens=False)
         if is_closed:
@@ -274,5 +277,5 @@ class ConversationMemory:
         return self._template.encode_after(_MARK, tail)
 
 
-def _squeezed(text: str) -> str:
+def _strip_whitespace(text: str) -> str:
     return "".join(text.split())

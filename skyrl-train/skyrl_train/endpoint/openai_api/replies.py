@@ -1,6 +1,6 @@
-"""One request on its way to an answer: what was asked, and how tokens become the JSON of its kind.
+"""Response under construction: the request, and the conversion of tokens to the JSON of its kind.
 
-`ChatReply` and `CompletionReply` differ in words only; the frontend and the stream treat them alike.
+`ChatReply` and `CompletionReply` differ in JSON fields only; frontend and stream treat them alike.
 """
 
 from abc import ABC, abstractmethod
@@ -9,16 +9,16 @@ from dataclasses import replace
 
 from skyrl_gym.chat.tool_calls import before_tool_calls, split_tool_calls
 from skyrl_train.endpoint.openai_api.answer_form import ThoughtMode
-from skyrl_train.endpoint.openai_api.generation import GeneratedChoice, Prompt, end_of_stop
+from skyrl_train.endpoint.openai_api.generation import GeneratedChoice, Prompt, find_stop
 from skyrl_train.endpoint.openai_api.payloads import (
     Envelope,
     Payload,
     Written,
-    assistant_message,
+    build_assistant_message,
+    build_chat_logprobs,
+    build_completion_logprobs,
+    build_usage,
     call_deltas,
-    chat_logprobs,
-    completion_logprobs,
-    usage,
 )
 from skyrl_train.endpoint.openai_api.prompts import EndpointTemplate
 from skyrl_train.endpoint.openai_api.schema import ChatRequest, CompletionRequest
@@ -33,7 +33,7 @@ class Reply(ABC):
     """Response to one request, made of its completions.
 
     Args:
-        prompts: what the engine continues; choice `index` belongs to prompt `index // num_choices`.
+        prompts: prompts of the engine requests; choice `index` belongs to prompt `index // num_choices`.
     """
 
     def __init__(
@@ -54,26 +54,26 @@ class Reply(ABC):
         return len(self.prompts) * self.request.num_choices
 
     def read(self, answer: GeneratedChoice) -> Written:
-        """The answer as a client sees it: of one that still grows, what will stay whatever follows."""
+        """Return the response as a client sees it; of a partial one, only the part that cannot change."""
         if answer.stop_reason is None:
-            return self._written(answer)
-        if id(answer) not in self._complete:  # read for the client, for the memory and for the recorder
-            self._complete[id(answer)] = answer, self._written(answer)
+            return self._convert_written(answer)
+        if id(answer) not in self._complete:  # used by the client, the conversation memory and the recorder
+            self._complete[id(answer)] = answer, self._convert_written(answer)
         return self._complete[id(answer)][1]
 
-    def _written(self, answer: GeneratedChoice) -> Written:
+    def _convert_written(self, answer: GeneratedChoice) -> Written:
         text = self.decode(answer.token_ids)
         if answer.stop_reason is None:
-            return Written(self._settled(text))
+            return Written(self._get_settled(text))
         end, _ = self.stop_text(answer)
         return Written(text if self.request.include_stop_str_in_output else text[:end], (), answer.stop_reason)
 
     def stop_text(self, answer: GeneratedChoice) -> tuple[int | None, str | None]:
-        """Return the start of the stop text that ended a complete answer, and the text; (None, None): none did."""
+        """Return the start of the stop text that ended a complete response, and the text; (None, None) if none did."""
         if answer.stop_reason != "stop" or not self.request.stop_texts:
             return None, None
         text, known = self.decode(answer.token_ids), len(self.decode(answer.token_ids[:-1]))
-        ends = [(end_of_stop(text, stop, known), stop) for stop in self.request.stop_texts]
+        ends = [(find_stop(text, stop, known), stop) for stop in self.request.stop_texts]
         return min(((end, stop) for end, stop in ends if end is not None), default=(None, None))
 
     def decode(self, ids: list[int]) -> str:
@@ -83,7 +83,7 @@ class Reply(ABC):
     def _skips_special(self) -> bool:
         return self.request.skip_special_tokens is not False
 
-    def _settled(self, text: str) -> str:
+    def _get_settled(self, text: str) -> str:
         text = text.rstrip(_UNFINISHED)
         held = 0
         if not self.request.include_stop_str_in_output:
@@ -92,18 +92,18 @@ class Reply(ABC):
         return text[: len(text) - held]
 
     def whole(self, answers: Sequence[GeneratedChoice]) -> Payload:
-        """The object that answers the request."""
+        """Build the response object."""
         choices = [self.choice(index, answer) for index, answer in enumerate(answers)]
-        return self.envelope.around(choices, answers) | {"usage": self.usage(answers)}
+        return self.envelope.build(choices, answers) | {"usage": self.build_usage(answers)}
 
-    def usage(self, answers: Sequence[GeneratedChoice]) -> dict[str, int]:
-        return usage(sum(len(prompt.ids) for prompt in self.prompts), answers)
+    def build_usage(self, answers: Sequence[GeneratedChoice]) -> dict[str, int]:
+        return build_usage(sum(len(prompt.ids) for prompt in self.prompts), answers)
 
-    def prompt_of(self, index: int) -> Prompt:
-        """The prompt behind which choice `index` stands."""
+    def get_prompt(self, index: int) -> Prompt:
+        """Return the prompt of choice `index`."""
         return self.prompts[index // self.request.num_choices]
 
-    def token_ids(self, answer: GeneratedChoice, start: int = 0) -> Payload:
+    def build_token_ids(self, answer: GeneratedChoice, start: int = 0) -> Payload:
         """Return the fields of `return_token_ids`, from token `start` on."""
         if not self.request.return_token_ids:
             return {}
@@ -111,23 +111,22 @@ class Reply(ABC):
 
     @abstractmethod
     def choice(self, index: int, answer: GeneratedChoice) -> Payload:
-        """One choice of the whole object."""
+        """Build one choice of the response object."""
 
     @abstractmethod
-    def first_delta(self, index: int) -> Payload | None:
+    def build_first_delta(self, index: int) -> Payload | None:
         """Return the first chunk of a streamed choice, if its kind has one."""
 
     @abstractmethod
     def delta(self, index: int, answer: GeneratedChoice, text: str, start: int, written: Written) -> Payload:
-        """One step of a streamed choice: `text` is what is new in it, and the tokens from `start` on."""
+        """Build one chunk of a streamed choice with new text `text` and the tokens from `start` on."""
 
 
 class ChatReply(Reply):
     """Response to `POST /v1/chat/completions`.
 
     Args:
-        thought: thought that is returned apart from the content, whose form the request asks for; `none`: a thought
-            stays in the content.
+        thought: mode of a thought that is returned separately from the content; `none`: a thought stays in the content.
     """
 
     request: ChatRequest
@@ -145,8 +144,8 @@ class ChatReply(Reply):
         self._tools: ToolSyntax | None = tools
         self._thought: ThoughtMode = thought
 
-    def _written(self, answer: GeneratedChoice) -> Written:
-        written = super()._written(answer)
+    def _convert_written(self, answer: GeneratedChoice) -> Written:
+        written = super()._convert_written(answer)
         if self._tools is None:
             return written
         if answer.stop_reason is None:
@@ -164,12 +163,12 @@ class ChatReply(Reply):
         thought, text, _ = self._split(written.content, True)
         return {
             "index": index,
-            "message": assistant_message(replace(written, content=text), thought),
+            "message": build_assistant_message(replace(written, content=text), thought),
             "finish_reason": written.finish_reason,
-            "logprobs": self._logprobs(answer, 0),
-        } | self.token_ids(answer)
+            "logprobs": self._build_logprobs(answer, 0),
+        } | self.build_token_ids(answer)
 
-    def first_delta(self, index: int) -> Payload:
+    def build_first_delta(self, index: int) -> Payload:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
 
     def delta(self, index: int, answer: GeneratedChoice, text: str, start: int, written: Written) -> Payload:
@@ -186,19 +185,19 @@ class ChatReply(Reply):
             "index": index,
             "delta": delta,
             "finish_reason": written.finish_reason,
-            "logprobs": self._logprobs(answer, start),
-        } | self.token_ids(answer, start)
+            "logprobs": self._build_logprobs(answer, start),
+        } | self.build_token_ids(answer, start)
 
     def _split(self, content: str, is_complete: bool) -> Thinking:
         if self._thought == "none":
             return Thinking(None, content, False)
         return split_thought(content, self._thought == "open", is_complete)
 
-    def _logprobs(self, answer: GeneratedChoice, start: int) -> Payload | None:
+    def _build_logprobs(self, answer: GeneratedChoice, start: int) -> Payload | None:
         if not self.request.logprobs or answer.log_probs is None:
             return None
         top = answer.top
-        return chat_logprobs(
+        return build_chat_logprobs(
             self.template,
             answer.token_ids[start:],
             answer.log_probs[start:],
@@ -213,52 +212,52 @@ class CompletionReply(Reply):
 
     def choice(self, index: int, answer: GeneratedChoice) -> Payload:
         written = self.read(answer)
-        prompt = self.prompt_of(index)
+        prompt = self.get_prompt(index)
         ids = {"prompt_token_ids": prompt.ids} if self.request.return_token_ids else {}
-        echoed = self._echoed(prompt)
+        echoed = self._build_echo(prompt)
         return (
             {
                 "index": index,
                 "text": echoed + written.content,
                 "finish_reason": written.finish_reason,
-                "logprobs": self._logprobs(prompt, answer, 0, len(echoed), with_prompt=bool(self.request.echo)),
+                "logprobs": self._build_logprobs(prompt, answer, 0, len(echoed), with_prompt=bool(self.request.echo)),
             }
             | ids
-            | self.token_ids(answer)
+            | self.build_token_ids(answer)
         )
 
-    def first_delta(self, index: int) -> Payload | None:
-        echoed = self._echoed(self.prompt_of(index))
+    def build_first_delta(self, index: int) -> Payload | None:
+        echoed = self._build_echo(self.get_prompt(index))
         return {"index": index, "text": echoed, "finish_reason": None, "logprobs": None} if echoed else None
 
     def delta(self, index: int, answer: GeneratedChoice, text: str, start: int, written: Written) -> Payload:
-        prompt = self.prompt_of(index)
-        offset = len(self._echoed(prompt)) + len(self.decode(answer.token_ids[:start]))
+        prompt = self.get_prompt(index)
+        offset = len(self._build_echo(prompt)) + len(self.decode(answer.token_ids[:start]))
         return {
             "index": index,
             "text": text,
             "finish_reason": written.finish_reason,
-            "logprobs": self._logprobs(prompt, answer, start, offset, with_prompt=False),
-        } | self.token_ids(answer, start)
+            "logprobs": self._build_logprobs(prompt, answer, start, offset, with_prompt=False),
+        } | self.build_token_ids(answer, start)
 
-    def _echoed(self, prompt: Prompt) -> str:
+    def _build_echo(self, prompt: Prompt) -> str:
         return self.decode(prompt.ids) if self.request.echo else ""
 
-    def _logprobs(
+    def _build_logprobs(
         self, prompt: Prompt, answer: GeneratedChoice, start: int, offset: int, with_prompt: bool
     ) -> Payload | None:
         if self.request.logprobs is None or answer.log_probs is None:
             return None
         ids, values = answer.token_ids[start:], list[float | None](answer.log_probs[start:])
-        top: list[tuple[list[int], list[float]] | None] = _places(answer.top)[start:]
+        top: list[tuple[list[int], list[float]] | None] = _list_top(answer.top)[start:]
         if with_prompt and answer.prompt_log_probs is not None:
             ids, values, offset = prompt.ids + ids, [None, *answer.prompt_log_probs, *values], 0
-            top = [None, *_places(answer.prompt_top), *top]
-        return completion_logprobs(
+            top = [None, *_list_top(answer.prompt_top), *top]
+        return build_completion_logprobs(
             self.template, ids, values, offset, self._skips_special, top if self.request.logprobs else None
         )
 
 
-def _places(top: TopLogProbs | None) -> list[tuple[list[int], list[float]] | None]:
-    """Return ids and log-probs of the likeliest tokens, place by place."""
+def _list_top(top: TopLogProbs | None) -> list[tuple[list[int], list[float]] | None]:
+    """List ids and log-probs of the most likely tokens at each position."""
     return [] if top is None else list(zip(top.ids.tolist(), top.log_probs.tolist(), strict=True))

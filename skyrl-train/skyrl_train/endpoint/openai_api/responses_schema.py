@@ -4,9 +4,9 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from skyrl_train.endpoint.errors import ApiError, refused
-from skyrl_train.endpoint.openai_api.field_errors import field_error
-from skyrl_train.endpoint.openai_api.schema import StreamOptions, json_object, validated
+from skyrl_train.endpoint.errors import ApiError, build_refusal
+from skyrl_train.endpoint.openai_api.field_errors import find_field_error
+from skyrl_train.endpoint.openai_api.schema import StreamOptions, parse_json_object, validate_fields
 from skyrl_train.types import JsonObject
 
 Item = TypeVar("Item", bound=BaseModel)
@@ -20,7 +20,7 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "top_logprobs": ((None, 0), "use /v1/chat/completions"),
     "truncation": ((None, "disabled"), "shorten the conversation yourself"),
 }
-"""Field -> the values that ask for nothing, and what to do instead of the others."""
+"""Field -> its values without effect, and advice for any other value."""
 
 
 class _Part(BaseModel):
@@ -42,7 +42,7 @@ class RefusalPart(_Part):
 
 
 class UnsupportedPart(_Part):
-    """Part that the API has and a text model cannot take."""
+    """Part of the API that a text model does not support."""
 
     type: Literal["input_image", "input_file", "input_audio", "computer_screenshot"]
 
@@ -62,7 +62,7 @@ class _CallItem(_Part):
 
     @property
     def full_name(self) -> str:
-        return full_name(self.namespace, self.name)
+        return get_full_name(self.namespace, self.name)
 
 
 class CallItem(_CallItem):
@@ -88,7 +88,7 @@ class ReasoningItem(_Part):
 
 
 class Tool(_Part):
-    """A function, a custom tool (whose input is a text), or a namespace of such tools."""
+    """A function, a custom tool (with text input), or a namespace of such tools."""
 
     type: str
     name: str | None = None
@@ -100,18 +100,18 @@ class Tool(_Part):
 
 
 class NamedTool(NamedTuple):
-    """A tool that may be called."""
+    """Reference to a tool that may be called."""
 
     namespace: str | None
     tool: Tool
 
     @property
     def full_name(self) -> str:
-        return full_name(self.namespace, self.tool.name or "")
+        return get_full_name(self.namespace, self.tool.name or "")
 
 
-def full_name(namespace: str | None, name: str) -> str:
-    """Return a tool's name in the chat template, which knows no namespaces."""
+def get_full_name(namespace: str | None, name: str) -> str:
+    """Return a tool's name for the chat template, which has no namespaces."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
@@ -173,7 +173,7 @@ class ResponsesRequest(BaseModel):
     service_tier: str | None = None
     user: str | None = None
 
-    # Taken where they ask for nothing.
+    # Accepted only with values that have no effect.
     background: bool | None = None
     context_management: object = None
     conversation: object = None
@@ -184,7 +184,7 @@ class ResponsesRequest(BaseModel):
 
     @property
     def named_tools(self) -> list[NamedTool]:
-        """Tools that may be called, those of namespaces among them."""
+        """Tools that may be called, including the ones in namespaces."""
         spaces = [
             (tool.name, tool.tools or []) if tool.type == "namespace" else (None, [tool]) for tool in self.tools or []
         ]
@@ -199,61 +199,63 @@ class ResponsesRequest(BaseModel):
         return "reasoning.encrypted_content" in (self.include or [])
 
 
-def parsed_responses(raw: bytes) -> ResponsesRequest:
+def parse_responses_request(raw: bytes) -> ResponsesRequest:
     """Parse a request's body. Raises ApiError."""
-    values = json_object(raw)
-    request = validated(ResponsesRequest, values)
+    values = parse_json_object(raw)
+    request = validate_fields(ResponsesRequest, values)
     for name, (neutral, instead) in _NEUTRAL.items():
         if values.get(name) not in neutral:
-            raise refused(f"{name}={values[name]!r} is not supported; {instead}", name, "unsupported_value")
+            raise build_refusal(f"{name}={values[name]!r} is not supported; {instead}", name, "unsupported_value")
     if not request.input:
-        raise refused("input must not be empty", "input")
+        raise build_refusal("input must not be empty", "input")
     if request.stream_options is not None and not request.stream:
-        raise refused("stream_options goes with stream=true", "stream_options")
+        raise build_refusal("stream_options goes with stream=true", "stream_options")
     if "message.output_text.logprobs" in (request.include or []):
-        raise refused("include: log-probs are given by /v1/chat/completions", "include", "unsupported_value")
+        raise build_refusal("include: log-probs are given by /v1/chat/completions", "include", "unsupported_value")
     for index, tool in enumerate(request.tools or []):
         _check_tool(tool, f"tools[{index}]")
     form = None if request.text is None else request.text.format
     if form is not None and form.type == "json_schema" and (form.json_schema is None or not form.name):
-        raise refused("text.format: json_schema needs a name and a schema", "text.format", "missing_required_parameter")
+        raise build_refusal(
+            "text.format: json_schema needs a name and a schema", "text.format", "missing_required_parameter"
+        )
     return request
 
 
 def _check_tool(tool: Tool, where: str) -> None:
     if tool.type not in ("function", "custom", "namespace"):
-        raise refused(
+        raise build_refusal(
             f"{where}: tools of type {tool.type!r} are run by OpenAI's servers and are not supported here; give "
             "functions or custom tools",
             where,
             "unsupported_value",
         )
     if not tool.name:
-        raise refused(f"{where}.name: Field required", f"{where}.name", "missing_required_parameter")
+        raise build_refusal(f"{where}.name: Field required", f"{where}.name", "missing_required_parameter")
     for index, inner in enumerate(tool.tools or []):
         _check_tool(inner, f"{where}.tools[{index}]")
 
 
-def item_of(kind: type[Item], values: JsonObject, where: str) -> Item:
+def parse_item(kind: type[Item], values: JsonObject, where: str) -> Item:
     """Check an item of the input. Raises ApiError."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        wrong = field_error(error, values)
+        wrong = find_field_error(error, values)
         place = f"{where}.{wrong.place}"
         code = "missing_required_parameter" if wrong.is_missing else "invalid_type"
-        raise refused(f"{place}: {wrong.message}", place, code) from error
+        raise build_refusal(f"{place}: {wrong.message}", place, code) from error
 
 
-def texts_of(content: Content, where: str) -> list[str]:
-    """Return the texts of a content. Raises ApiError for what is not text."""
+def extract_texts(content: Content, where: str) -> list[str]:
+    """Return the texts of a content. Raises ApiError for other parts."""
     if isinstance(content, str):
         return [content]
     for index, part in enumerate(content):
         if isinstance(part, UnsupportedPart):
-            raise unsupported_item(part.type, f"{where}.content[{index}]")
+            raise build_unsupported_item_error(part.type, f"{where}.content[{index}]")
     return [part.text for part in content if not isinstance(part, UnsupportedPart)]
 
 
-def unsupported_item(kind: object, where: str) -> ApiError:
-    return refused(f"{where}: {kind!r} is not supported: the served model reads text", where, "unsupported_value")
+def build_unsupported_item_error(kind: object, where: str) -> ApiError:
+    return build_refusal(f"{where}: {kind!r} is not supported: the served model reads text", where, "unsupported_value")

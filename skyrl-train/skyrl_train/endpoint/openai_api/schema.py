@@ -1,7 +1,7 @@
-"""Requests of the OpenAI API as typed values. What is not here cannot be asked for.
+"""Requests of the OpenAI API as typed values. Other fields are rejected.
 
-A field that would change the answer and cannot be honoured is refused unless it has its neutral value; a field that
-changes nothing (`user`, `metadata`) is taken and not read. Fields beyond OpenAI's are those that vLLM's servers have.
+An unsupported field that would change the response is rejected unless it has its neutral value; a field without effect
+(`user`, `metadata`) is accepted and ignored. Extensions of OpenAI's API follow vLLM's servers.
 """
 
 from typing import Annotated, Literal, TypeVar
@@ -10,14 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from skyrl_gym.suggestions import did_you_mean
-from skyrl_train.endpoint.errors import ApiError, refused
+from skyrl_train.endpoint.errors import ApiError, build_refusal
 from skyrl_train.types import JsonObject
 
 Body = TypeVar("Body", bound=BaseModel)
 
 MAX_CHOICES = 128
 MAX_ANSWERS = 2048
-"""Prompts times choices of one request."""
+"""Maximum of prompts x choices in one request."""
 
 MAX_TOP_LOGPROBS = 20
 
@@ -31,11 +31,11 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "verbosity": ((None,), "leave it out"),
     "suffix": ((None, ""), "leave it out"),
 }
-"""Field -> the values that ask for nothing, and what to do instead of the others."""
+"""Field -> its values without effect, and advice for any other value."""
 
 
 Count = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-"""A number of tokens, an id, or -1. (What is beyond this range is a mistake, not a wish for much.)"""
+"""A number of tokens, an id, or -1. Larger values are mistakes."""
 
 
 class StreamOptions(BaseModel):
@@ -47,7 +47,7 @@ class StreamOptions(BaseModel):
 
 
 class _Request(BaseModel):
-    """Fields of both kinds of request."""
+    """Common fields of both kinds of request."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -99,7 +99,7 @@ class _Request(BaseModel):
 
 
 class FunctionCall(BaseModel):
-    """Function call of an assistant."""
+    """Function call in an assistant message."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     name: str
@@ -114,7 +114,7 @@ class ToolCallMessage(BaseModel):
 
 
 class Message(BaseModel):
-    """One message. Further fields (`reasoning_content`, `refusal`) go to the chat template as they are."""
+    """One message. Further fields (`reasoning_content`, `refusal`) are passed unchanged to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -125,7 +125,7 @@ class Message(BaseModel):
 
 
 class FunctionTool(BaseModel):
-    """A function that may be called; its schema goes to the chat template as it is."""
+    """Function that may be called; its schema is passed unchanged to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     type: Literal["function"]
@@ -144,14 +144,14 @@ class ChatRequest(_Request):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, object] | None = None
 
-    prediction: object = None  # taken and not read: it makes OpenAI's servers faster
+    prediction: object = None  # accepted and ignored: a latency hint for OpenAI's servers
 
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     parallel_tool_calls: bool | None = None
     response_format: object = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
-    # Taken where they ask for nothing.
+    # Accepted only with values that have no effect.
     functions: object = None
     function_call: object = None
     modalities: list[str] | None = None
@@ -162,7 +162,7 @@ class ChatRequest(_Request):
 
     @property
     def num_top(self) -> int | None:
-        """Likeliest tokens whose log-probs are asked for beside each token's own; None: no log-probs."""
+        """Number of most likely tokens to return with each token's log-prob; None: no log-probs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -187,12 +187,12 @@ class CompletionRequest(_Request):
 
     @property
     def num_top(self) -> int | None:
-        """Likeliest tokens in the place of each token; None: no log-probs."""
+        """Number of most likely tokens to return at each position; None: no log-probs."""
         return self.logprobs
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """One entry a prompt."""
+        """One entry per prompt."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -222,97 +222,97 @@ class DetokenizeRequest(BaseModel):
     tokens: list[Count]
 
 
-def parsed(kind: type[Body], raw: bytes) -> Body:
-    """A request's body.
+def parse_request(kind: type[Body], raw: bytes) -> Body:
+    """Parse a request's body.
 
     Raises:
-        ApiError: it is no JSON object, a field is unknown, has a wrong type or asks for what cannot be done.
+        ApiError: not a JSON object, or a field is unknown, has a wrong type or an unsupported value.
     """
-    return checked(kind, json_object(raw))
+    return parse_fields(kind, parse_json_object(raw))
 
 
-def json_object(raw: bytes) -> JsonObject:
-    """Parse a body that is one JSON object. Raises ApiError."""
+def parse_json_object(raw: bytes) -> JsonObject:
+    """Parse a body that must be a JSON object. Raises ApiError."""
     try:
-        # Unlike `json`, it refuses what is not Unicode (lone surrogates) and nesting of more than 200 levels.
+        # Unlike `json`, rejects invalid Unicode (lone surrogates) and more than 200 levels of nesting.
         values = from_json(raw)
     except ValueError as error:
-        raise refused(f"the body is not valid JSON: {error}") from error
+        raise build_refusal(f"the body is not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise refused(f"the body must be a JSON object; got {type(values).__name__}")
+        raise build_refusal(f"the body must be a JSON object; got {type(values).__name__}")
     return values
 
 
-def checked(kind: type[Body], values: JsonObject) -> Body:
-    """Make a request of its fields. Raises ApiError as `parsed`."""
-    request = validated(kind, values)
+def parse_fields(kind: type[Body], values: JsonObject) -> Body:
+    """Build a request from its fields. Raises ApiError like `parse_request`."""
+    request = validate_fields(kind, values)
     for name, (neutral, instead) in _NEUTRAL.items():
         if values.get(name) not in neutral:
-            raise refused(f"{name}={values[name]!r} is not supported; {instead}", name, "unsupported_value")
+            raise build_refusal(f"{name}={values[name]!r} is not supported; {instead}", name, "unsupported_value")
     _check_between_fields(request)
     return request
 
 
-def validated(kind: type[Body], values: JsonObject) -> Body:
+def validate_fields(kind: type[Body], values: JsonObject) -> Body:
     """Check names and types of fields. Raises ApiError."""
     for name in values:
         if name not in kind.model_fields:
-            raise _unknown(name, kind)
+            raise _build_unknown_field_error(name, kind)
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise _invalid(error) from error
+        raise _build_invalid_field_error(error) from error
 
 
 def _check_between_fields(request: BaseModel) -> None:
     if isinstance(request, ChatRequest):
         if not request.messages:
-            raise refused("messages must hold at least one message", "messages")
+            raise build_refusal("messages must hold at least one message", "messages")
         budgets = {request.max_tokens, request.max_completion_tokens} - {None}
         if len(budgets) > 1:
-            raise refused(
+            raise build_refusal(
                 f"max_tokens={request.max_tokens} and max_completion_tokens={request.max_completion_tokens} are two "
                 "names of one thing; give one of them",
                 "max_tokens",
             )
         if request.top_logprobs and not request.logprobs:
-            raise refused("top_logprobs goes with logprobs=true", "top_logprobs")
+            raise build_refusal("top_logprobs goes with logprobs=true", "top_logprobs")
         if request.continue_final_message and request.add_generation_prompt:
-            raise refused(
+            raise build_refusal(
                 "continue_final_message=true continues the last message, add_generation_prompt=true begins a new one; "
                 "give one of them",
                 "continue_final_message",
             )
     if isinstance(request, CompletionRequest):
         if not request.prompts or not all(request.prompts):
-            raise refused("prompt must not be empty", "prompt")
+            raise build_refusal("prompt must not be empty", "prompt")
         if len(request.prompts) * request.num_choices > MAX_ANSWERS:
-            raise refused(
+            raise build_refusal(
                 f"one request may ask for {MAX_ANSWERS} answers (prompts times n); got {len(request.prompts)} prompts "
                 f"with n={request.num_choices}. Divide them among several requests",
                 "prompt",
                 "too_many_answers",
             )
         if request.best_of not in (None, request.num_choices):
-            raise refused(f"best_of={request.best_of} is not supported; use n, and choose yourself", "best_of")
+            raise build_refusal(f"best_of={request.best_of} is not supported; use n, and choose yourself", "best_of")
     if isinstance(request, _Request) and request.stream_options is not None and not request.stream:
-        raise refused("stream_options goes with stream=true", "stream_options")
+        raise build_refusal("stream_options goes with stream=true", "stream_options")
 
 
-def _unknown(name: str, kind: type[BaseModel]) -> ApiError:
+def _build_unknown_field_error(name: str, kind: type[BaseModel]) -> ApiError:
     hint = did_you_mean(name, sorted(kind.model_fields))
-    return refused(f"unknown field {name}; {hint}", name, "unknown_parameter")
+    return build_refusal(f"unknown field {name}; {hint}", name, "unknown_parameter")
 
 
-def _invalid(error: ValidationError) -> ApiError:
-    """The first thing that is wrong: the others may follow from it."""
+def _build_invalid_field_error(error: ValidationError) -> ApiError:
+    """Build the error of the first invalid field; later ones may be consequences."""
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_type"
-    got = "" if first["type"] == "missing" else f"; got {_shortened(first['input'])}"
-    return refused(f"{where}: {first['msg']}{got}", str(first["loc"][0]) if first["loc"] else None, code)
+    got = "" if first["type"] == "missing" else f"; got {_shorten(first['input'])}"
+    return build_refusal(f"{where}: {first['msg']}{got}", str(first["loc"][0]) if first["loc"] else None, code)
 
 
-def _shortened(value: object) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}…"

@@ -1,4 +1,4 @@
-"""Memory of a session's requests: their tokens for later prompts, their turns for the recorder."""
+"""Sessions of requests: tokens for later prompts, turns for the recorder."""
 
 import asyncio
 import contextlib
@@ -7,36 +7,36 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from skyrl_train.endpoint.errors import ApiError, refused
+from skyrl_train.endpoint.errors import ApiError, build_refusal
 from skyrl_train.endpoint.openai_api.generation import GeneratedChoice
-from skyrl_train.endpoint.openai_api.payloads import assistant_message
+from skyrl_train.endpoint.openai_api.payloads import build_assistant_message
 from skyrl_train.endpoint.openai_api.prompts import ChatOptions, ConversationMemory, EndpointTemplate, Said
 from skyrl_train.endpoint.openai_api.replies import Reply
 from skyrl_train.endpoint.openai_api.schema import Message
-from skyrl_train.endpoint.openai_api.tool_calls import messages_for_template
+from skyrl_train.endpoint.openai_api.tool_calls import convert_messages_for_template
 from skyrl_train.endpoint.recorder import RecordedTurn, RequestRecorder, SessionRules
 from skyrl_train.types import ConversationType, MessageType
 
 _NOTHING_GENERATED = (400, 413, 422, 429)
-"""Statuses of requests that an engine refused."""
+"""Statuses of requests rejected by an engine."""
 
 EXACT, RENDERED = "endpoint/exact_turns", "endpoint/rendered_turns"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One request of a session, on its arrival."""
+    """Request of a session when it is received."""
 
     session: str | None
     raw: bytes
     messages: ConversationType | None = None
     text: str | None = None
-    """The messages as the template renders them; None where the answer is no message of its own."""
+    """Rendered messages; None if the response is not a separate message."""
     started: float = field(default_factory=time.monotonic)
 
 
 class Sessions:
-    """The memory of conversations, and the recorder if there is one. Requests without a session leave nothing here."""
+    """Conversation memory and optional recorder. Requests without a session are not stored."""
 
     def __init__(self, template: EndpointTemplate, recorder: RequestRecorder | None):
         self._template = template
@@ -47,17 +47,17 @@ class Sessions:
     def records(self, session: str | None) -> bool:
         return self._recorder is not None and session is not None
 
-    def rules(self, session: str | None) -> SessionRules:
-        """Return the rules of a request's session. Raises ApiError if it is not (or no longer) open."""
+    def get_rules(self, session: str | None) -> SessionRules:
+        """Return the rules of a request's session. Raises ApiError if it is not open."""
         return SessionRules() if self._recorder is None or session is None else self._recorder.rules(session)
 
     @contextlib.asynccontextmanager
-    async def admitted(self, session: str | None, reply: Reply, seconds: float) -> AsyncIterator[None]:
-        """Have a request admitted inside of the block: its prompts get the seeds and limits of its session, whose
-        tokens are reserved for it. One that is refused there uses no turn.
+    async def admit(self, session: str | None, reply: Reply, seconds: float) -> AsyncIterator[None]:
+        """Admit a request for the duration of the block: its prompts get the session's seeds and limits, and tokens of
+        the session are reserved. A rejected request uses no turn.
 
         Args:
-            seconds: of the request, waiting for tokens that other requests of the session hold included.
+            seconds: deadline of the request, including the wait for tokens reserved by other requests of the session.
 
         Raises:
             ApiError: the session's budget is used up.
@@ -83,7 +83,7 @@ class Sessions:
         try:
             waited = time.monotonic() - started
             reply.prompts = [
-                prompt.limited(seed, admission.max_tokens, waited)
+                prompt.apply_rules(seed, admission.max_tokens, waited)
                 for prompt, seed in zip(reply.prompts, admission.seeds, strict=True)
             ]
             yield
@@ -93,14 +93,16 @@ class Sessions:
         finally:
             self._recorder.release(admission, uses_turns=uses_turns)
 
-    def context_is_full(self, session: str | None) -> None:
-        """Note that a prompt left no room for an answer."""
+    def record_full_context(self, session: str | None) -> None:
+        """Record that a prompt left no room for a response."""
         if self._recorder is not None and session is not None:
-            self._recorder.context_is_full(session)
+            self._recorder.record_full_context(session)
 
-    def prompt_ids(self, session: str | None, messages: ConversationType, text: str, options: ChatOptions) -> list[int]:
-        """The ids of a conversation, with our own earlier answers as they were drawn where that is possible."""
-        if session is not None and self._memory.may_know(session, messages):
+    def encode_prompt(
+        self, session: str | None, messages: ConversationType, text: str, options: ChatOptions
+    ) -> list[int]:
+        """Return the ids of a conversation, with earlier completions as sampled where possible."""
+        if session is not None and self._memory.has_candidate(session, messages):
             ids = self._memory.find_prompt(session, messages, text, options)
             self.counts[RENDERED if ids is None else EXACT] += 1
             if ids is not None:
@@ -108,27 +110,27 @@ class Sessions:
         return self._template.encode(text)
 
     def keep(self, asked: Asked, reply: Reply, answers: Sequence[GeneratedChoice]) -> None:
-        """Take the answers to a request, when they are complete."""
+        """Store the completed choices of a request."""
         if asked.session is None:
             return
-        messages = [None if asked.messages is None else _as_it_comes_back(reply, answer) for answer in answers]
+        messages = [None if asked.messages is None else _to_request_message(reply, answer) for answer in answers]
         pairs = [(message, answer) for message, answer in zip(messages, answers, strict=True)]
         if asked.messages is not None and asked.text is not None:
             written = [(Said.of(message), answer.token_ids) for message, answer in pairs if message is not None]
             self._memory.remember(asked.session, len(asked.messages), asked.text, reply.prompts[0].ids, written)
         if self._recorder is not None:
-            turns = [_turn(asked, reply, index, message, answer) for index, (message, answer) in enumerate(pairs)]
+            turns = [_build_turn(asked, reply, index, message, answer) for index, (message, answer) in enumerate(pairs)]
             self._recorder.record(asked.session, turns)
 
 
-def one_session(connection: str | None, body: str | int | None) -> str | None:
+def resolve_session(connection: str | None, body: str | int | None) -> str | None:
     """Return the session that a request belongs to. Raises ApiError if it names two.
 
     Args:
-        connection: that of its key, URL or header (`session_of_connection`).
+        connection: session of its key, URL or header (`find_connection_session`).
     """
     if connection is not None and body is not None and connection != str(body):
-        raise refused(
+        raise build_refusal(
             f"session_id {body!r} and the session {connection!r} of the key, the URL or X-Session-ID differ; give one "
             "of them",
             "session_id",
@@ -136,23 +138,25 @@ def one_session(connection: str | None, body: str | int | None) -> str | None:
     return connection if body is None else str(body)
 
 
-def session_of_connection(key: str | None, url: str | None, header: str | None) -> str | None:
-    """Return the session that a request's key, URL or header name. Raises ApiError if they name two."""
+def find_connection_session(key: str | None, url: str | None, header: str | None) -> str | None:
+    """Return the session named by a request's key, URL or header. Raises ApiError if they name two."""
     if url is not None and header is not None and url != header:
-        raise refused(f"X-Session-ID {header!r} and the session {url!r} of the URL differ; give one of them")
+        raise build_refusal(f"X-Session-ID {header!r} and the session {url!r} of the URL differ; give one of them")
     named = url or header
     if key is not None and named is not None and named != key:
         raise ApiError(403, f"the key is that of session {key!r}; the request is of session {named!r}")
     return key or named
 
 
-def _as_it_comes_back(reply: Reply, answer: GeneratedChoice) -> MessageType:
-    """The message that a client was given, as it stands in its next request."""
-    return messages_for_template([Message.model_validate(assistant_message(reply.read(answer)))])[0]
+def _to_request_message(reply: Reply, answer: GeneratedChoice) -> MessageType:
+    """Return the message sent to a client in the form of its next request."""
+    return convert_messages_for_template([Message.model_validate(build_assistant_message(reply.read(answer)))])[0]
 
 
-def _turn(asked: Asked, reply: Reply, index: int, message: MessageType | None, answer: GeneratedChoice) -> RecordedTurn:
-    prompt = reply.prompt_of(index)
+def _build_turn(
+    asked: Asked, reply: Reply, index: int, message: MessageType | None, answer: GeneratedChoice
+) -> RecordedTurn:
+    prompt = reply.get_prompt(index)
     assert answer.log_probs is not None, "the engine was asked for log-probs and gave none"
     assert answer.stop_reason is not None, "the answer is complete"
     return RecordedTurn(

@@ -1,7 +1,6 @@
-"""Server-sent events of an answer that grows.
+"""Server-sent events of a streamed response.
 
-A client may see text only when no stop text and no tool call can still
-swallow it; tool calls arrive whole, at the end.
+Text is sent only when no stop text or tool call can still include it; tool calls are sent complete, at the end.
 """
 
 import asyncio
@@ -9,15 +8,15 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
-from skyrl_train.endpoint.errors import ApiError, error_of_ours
+from skyrl_train.endpoint.errors import ApiError, build_internal_error
 from skyrl_train.endpoint.openai_api.generation import Asker, GeneratedChoice
-from skyrl_train.endpoint.openai_api.payloads import END_OF_STREAM, Payload, server_sent
+from skyrl_train.endpoint.openai_api.payloads import END_OF_STREAM, Payload, format_server_sent_event
 from skyrl_train.endpoint.openai_api.replies import Reply
 
 
 @dataclass
 class _ChoiceState:
-    """State of one choice at the client."""
+    """State of one choice as sent to the client."""
 
     answer: GeneratedChoice = field(default_factory=GeneratedChoice)
     num_tokens: int = 0
@@ -26,17 +25,21 @@ class _ChoiceState:
     ended: bool = False
 
 
-async def stream(asker: Asker, reply: Reply, finished: Callable[[list[GeneratedChoice]], None]) -> AsyncGenerator[str]:
-    """The events of a request, all choices at the same time.
+async def stream_events(
+    asker: Asker, reply: Reply, finished: Callable[[list[GeneratedChoice]], None]
+) -> AsyncGenerator[str]:
+    """Yield the events of a request, with all choices concurrently.
 
-    An error before the first event is raised, so that it can have a status; a later one is an event.
+    An error before the first event is raised, so that it can set the HTTP status; a later one becomes an event.
 
     Args:
-        finished: called with all answers when they are complete, before the last events.
+        finished: called with all choices when they are complete, before the last events.
     """
     choices = [_ChoiceState() for prompt in reply.prompts for _ in range(prompt.num_choices)]
     grown: asyncio.Queue[int | Exception] = asyncio.Queue()
-    tasks = [asyncio.create_task(_grow(asker, reply, index, choices[index], grown)) for index in range(len(choices))]
+    tasks = [
+        asyncio.create_task(_run_choice(asker, reply, index, choices[index], grown)) for index in range(len(choices))
+    ]
     try:
         num_open, begun = len(choices), False
         while num_open:
@@ -44,48 +47,52 @@ async def stream(asker: Asker, reply: Reply, finished: Callable[[list[GeneratedC
             if isinstance(event, Exception):
                 if not begun:
                     raise event
-                yield server_sent((event if isinstance(event, ApiError) else error_of_ours(event)).body())
+                yield format_server_sent_event(
+                    (event if isinstance(event, ApiError) else build_internal_error(event)).body()
+                )
                 return
             begun = True
             choice = choices[event]
-            if choice.ended:  # seen already, with an earlier event
+            if choice.ended:  # already sent with an earlier event
                 continue
             choice.ended = choice.answer.stop_reason is not None
             num_open -= choice.ended
             if not num_open:
                 finished([choice.answer for choice in choices])
-            for payload in _new_parts(reply, event, choice):
-                yield server_sent(payload)
+            for payload in _iter_new_chunks(reply, event, choice):
+                yield format_server_sent_event(payload)
         answers = [choice.answer for choice in choices]
         if reply.request.include_usage:
-            yield server_sent(reply.envelope.around([], answers, chunk=True) | {"usage": reply.usage(answers)})
+            yield format_server_sent_event(
+                reply.envelope.build([], answers, chunk=True) | {"usage": reply.build_usage(answers)}
+            )
         yield END_OF_STREAM
     finally:
         for task in tasks:
             task.cancel()
 
 
-async def _grow(
+async def _run_choice(
     asker: Asker, reply: Reply, index: int, choice: _ChoiceState, grown: "asyncio.Queue[int | Exception]"
 ) -> None:
-    """Generate one choice to its end. The queue tells the reader, who may be slower: several steps are one to it."""
-    prompt = reply.prompt_of(index)
+    """Generate one choice completely. The queue notifies the reader; a slower reader merges several steps."""
+    prompt = reply.get_prompt(index)
     try:
-        async with contextlib.aclosing(asker.growing(prompt, index % reply.request.num_choices)) as answers:
+        async with contextlib.aclosing(asker.generate_growing(prompt, index % reply.request.num_choices)) as answers:
             async for answer in answers:
                 choice.answer = answer
                 grown.put_nowait(index)
-    except Exception as error:  # it belongs to the reader
+    except Exception as error:  # raised in the reader
         grown.put_nowait(error)
 
 
-def _new_parts(reply: Reply, index: int, choice: _ChoiceState) -> list[Payload]:
-    """Yield the parts of one choice that the client does not have yet, as chunks."""
+def _iter_new_chunks(reply: Reply, index: int, choice: _ChoiceState) -> list[Payload]:
+    """Yield the unsent parts of one choice as chunks."""
     answer = choice.answer
     parts: list[Payload] = []
     if not choice.begun:
         choice.begun = True
-        parts += [first] if (first := reply.first_delta(index)) else []
+        parts += [first] if (first := reply.build_first_delta(index)) else []
     written = reply.read(answer)
     text = written.content[len(choice.text) :]
     num_new = len(answer.token_ids) - choice.num_tokens
@@ -94,4 +101,4 @@ def _new_parts(reply: Reply, index: int, choice: _ChoiceState) -> list[Payload]:
         choice.text += text
         choice.num_tokens += num_new
     usage = {"usage": None} if reply.request.include_usage else {}
-    return [reply.envelope.around([part], [answer], chunk=True) | usage for part in parts]
+    return [reply.envelope.build([part], [answer], chunk=True) | usage for part in parts]

@@ -1,5 +1,6 @@
-"""A model's thought in its answer: apart for protocols that return reasoning by itself, and together again for the chat
-template, in the form in which models of the `<think>` family write it."""
+"""Thoughts in completions: split off for protocols that return reasoning separately, and joined for the chat template
+in the `<think>` format.
+"""
 
 from typing import NamedTuple
 
@@ -7,27 +8,27 @@ THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
 
 
 class Thinking(NamedTuple):
-    """An answer's thought and the text behind it, without the white space between."""
+    """Thought of a response and the text after it, without the white space between."""
 
     thought: str | None
-    """None: the answer has none, or does not show one yet."""
+    """None: no thought, or none visible yet."""
     text: str
     is_closed: bool
     """The thought is complete."""
 
 
-def opens_thought(prompt: str) -> bool:
-    """Test whether a prompt ends inside of a thought: the answer then begins with it."""
+def is_inside_thought(prompt: str) -> bool:
+    """Return whether a prompt ends within a thought, so that the completion begins with it."""
     return prompt.rstrip().endswith(THOUGHT_OPEN)
 
 
 def split_thought(content: str, is_open: bool, is_complete: bool) -> Thinking:
-    """Split the content of an answer.
+    """Split the content of a response.
 
     Args:
         is_open: the prompt opened the thought.
-        is_complete: nothing follows. Of an answer that grows only what stays is returned: neither a part of a tag nor
-            white space that may turn out to be the last.
+        is_complete: nothing follows. Of a partial response only the final part is returned: no partial tag and no white
+            space that may be trailing.
     """
     begun = content.lstrip()
     if begun.startswith(THOUGHT_OPEN):
@@ -43,6 +44,6 @@ def split_thought(content: str, is_open: bool, is_complete: bool) -> Thinking:
     return Thinking(thought.strip(), text.lstrip(), bool(end))
 
 
-def with_thought(thought: str, text: str) -> str:
+def add_thought(thought: str, text: str) -> str:
     """Return the content of an assistant message with a thought before its text."""
     return f"{THOUGHT_OPEN}\n{thought}\n{THOUGHT_CLOSE}\n\n{text}"

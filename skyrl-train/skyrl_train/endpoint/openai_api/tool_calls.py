@@ -1,13 +1,13 @@
-"""Tool formats of the endpoint, and messages of the API on their way into a chat template.
+"""Tool formats of the endpoint, and conversion of API messages for chat templates.
 
-A call that cannot be parsed stays in the text: an agent then sees what its model did.
+A call that cannot be parsed stays in the text, so the agent can see it.
 """
 
 import json
 from collections.abc import Sequence
 from typing import Literal
 
-from skyrl_train.endpoint.errors import refused
+from skyrl_train.endpoint.errors import build_refusal
 from skyrl_train.endpoint.openai_api.schema import Message
 from skyrl_train.types import ConversationType, JsonObject, MessageType
 
@@ -15,8 +15,8 @@ ToolSyntax = Literal["hermes", "llama3_json"]
 ToolFormatName = Literal["auto"] | ToolSyntax
 
 
-def tool_syntax(name: ToolFormatName, chat_template: str | None) -> ToolSyntax:
-    """Resolve `auto` to the format that the chat template asks the model for (Hermes if it asks for none)."""
+def resolve_tool_syntax(name: ToolFormatName, chat_template: str | None) -> ToolSyntax:
+    """Resolve `auto` to the tool call format that the chat template requests (Hermes if none)."""
     if name != "auto":
         return name
     template = chat_template or ""
@@ -25,18 +25,18 @@ def tool_syntax(name: ToolFormatName, chat_template: str | None) -> ToolSyntax:
     return "hermes"
 
 
-def messages_for_template(messages: Sequence[Message]) -> ConversationType:
-    """Messages of the API in the form that chat templates read: contents are texts, arguments of calls are objects.
+def convert_messages_for_template(messages: Sequence[Message]) -> ConversationType:
+    """Convert API messages to the form that chat templates read: contents are texts, arguments of calls are objects.
 
     Raises:
         ApiError: a message has a part that is not text.
     """
-    return [_for_template(message, f"messages.{index}") for index, message in enumerate(messages)]
+    return [_convert_for_template(message, f"messages.{index}") for index, message in enumerate(messages)]
 
 
-def _for_template(message: Message, where: str) -> MessageType:
+def _convert_for_template(message: Message, where: str) -> MessageType:
     given = message.model_dump(exclude_none=True)
-    given["content"] = _text_of(message.content, where)
+    given["content"] = _join_text_parts(message.content, where)
     if message.role == "developer":  # OpenAI's newer name; templates know the older one
         given["role"] = "system"
     if message.tool_calls is None:
@@ -44,22 +44,24 @@ def _for_template(message: Message, where: str) -> MessageType:
     given["tool_calls"] = []
     for call in message.tool_calls:
         arguments = call.function.arguments
-        read = _json_of(arguments) if isinstance(arguments, str) else arguments
+        read = _parse_json(arguments) if isinstance(arguments, str) else arguments
         function = {"name": call.function.name, "arguments": read if isinstance(read, dict) else arguments}
         given["tool_calls"].append({"id": call.id, "type": "function", "function": function})
     return given
 
 
-def _text_of(content: str | list[JsonObject] | None, where: str) -> str:
+def _join_text_parts(content: str | list[JsonObject] | None, where: str) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
     for part in content:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise refused(f"{where}.content: only parts of type text are supported; got {part.get('type')!r}", where)
+            raise build_refusal(
+                f"{where}.content: only parts of type text are supported; got {part.get('type')!r}", where
+            )
     return "".join(part["text"] for part in content)
 
 
-def _json_of(text: str) -> object:
+def _parse_json(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

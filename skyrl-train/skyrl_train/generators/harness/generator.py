@@ -137,7 +137,7 @@ class HarnessGenerator(GeneratorInterface):
         extras = input_batch.get("env_extras") or [{} for _ in prompts]
         sessions = [(name, _new_session()) for name in trajectory_ids_of(input_batch)]
         graded_ends: dict[str, Failure] = {}
-        async with self._endpoint.listening() as endpoint:
+        async with self._endpoint.serve() as endpoint:
             with first_error(), announced(self._client, sessions):
                 async with asyncio.TaskGroup() as group:
                     tasks = [

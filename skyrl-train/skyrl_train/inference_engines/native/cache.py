@@ -1,7 +1,7 @@
-"""Keys and values of the running requests: one preallocated tensor a layer, one row a request. Layers of linear
-attention have a state of fixed size a row in their place.
+"""Keys and values of the running requests: one preallocated tensor per layer, one row per request. Layers of linear
+attention have a fixed-size state per row instead.
 
-Rows are dense: the running requests are rows 0 to n-1, so that attention reads a view. Knows nothing of requests.
+Rows are dense: the running requests are rows 0 to n-1, so that attention reads a view. Independent of requests.
 """
 
 import math
@@ -14,10 +14,10 @@ from skyrl_train.models.linear_attention import DeltaState
 
 
 class SlotCache(Cache):
-    """A key-value cache that grows as needed up to `max_rows` x `max_length`, [rows, heads, length, width] a layer, and
-    not above `max_tokens` (rows x length) while less is enough.
+    """Key-value cache that grows on demand up to `max_rows` x `max_length`, [rows, heads, length, width] per layer, and
+    stays below `max_tokens` (rows x length) if that suffices.
 
-    Before every forward pass `begin_prefill` or `begin_decode` says where the pass writes; the model's layers then call
+    Before every forward pass `begin_prefill` or `begin_decode` sets where the pass writes; the model's layers then call
     `update`. Memory is zeroed when allocated: attention multiplies masked positions by zero, which is only zero if they
     are finite.
     """
@@ -39,26 +39,28 @@ class SlotCache(Cache):
         self._positions = torch.empty(0, dtype=torch.long)
         self._num_keys = 0
 
-    def size_for(self, num_rows: int, length: int) -> tuple[int, int]:
-        """Rows and length that are allocated for so much: powers of two."""
+    def compute_size(self, num_rows: int, length: int) -> tuple[int, int]:
+        """Return the rows and length to allocate, rounded up to powers of two."""
         rows = min(self.max_rows, max(MIN_ROWS, 1 << (num_rows - 1).bit_length()))
         return rows, min(self.max_length, max(KEY_BLOCK, 1 << (length - 1).bit_length()))
 
     def reserve(self, num_rows: int, length: int) -> None:
-        """Make room for `num_rows` requests, of which the longest holds `length` tokens; what is held stays. Room that
-        is there is kept for later, unless all of it would be above `max_tokens`."""
+        """Allocate space for `num_rows` requests of up to `length` tokens, preserving contents. Existing space is kept
+        unless the total would exceed `max_tokens`.
+        """
         self._used = max(self._used[0], num_rows), max(self._used[1], length)
         if num_rows <= self.num_rows and length <= self.length:
             return
-        rows, width = self.size_for(num_rows, length)
+        rows, width = self.compute_size(num_rows, length)
         if max(rows, self.num_rows) * max(width, self.length) <= self.max_tokens:
             rows, width = max(rows, self.num_rows), max(width, self.length)
         self._resize(rows, width)
 
     def trim(self) -> bool:
-        """Give memory back that was not needed since the last call, if it is half of all or more. Only while nothing
-        runs. Returns: True if it was."""
-        rows, width = self.size_for(*self._used)
+        """Free memory unused since the last call, if it is at least half of the total. Only while nothing runs. Returns
+        whether memory was freed.
+        """
+        rows, width = self.compute_size(*self._used)
         self._used = 0, 0
         is_too_large = 2 * rows * width <= self.num_rows * self.length
         if is_too_large:
@@ -66,7 +68,7 @@ class SlotCache(Cache):
         return is_too_large
 
     def _resize(self, rows: int, width: int) -> None:
-        """Move what is held to memory of another size."""
+        """Move the contents to memory of another size."""
         self.num_rows, self.length = rows, width
         for tensors in (self._keys, self._values):
             for layer, held in enumerate(tensors):
@@ -75,32 +77,32 @@ class SlotCache(Cache):
                     fresh[: kept.shape[0], :, : kept.shape[2]] = kept
                     tensors[layer] = fresh
         for layer, state in self._states.items():
-            fresh_state = self._state_like(state)
+            fresh_state = self._build_state(state)
             for fresh, held in zip(fresh_state, state, strict=True):
                 kept = held[:rows]
                 fresh[: len(kept)] = kept
             self._states[layer] = fresh_state
 
     def release(self) -> None:
-        """Give all memory back; the next `reserve` starts anew."""
+        """Free all memory; the next `reserve` allocates again."""
         self.num_rows = self.length = 0
         self._keys = [None] * len(self._keys)
         self._values = [None] * len(self._values)
         self._states = {}
 
     def begin_prefill(self, rows: list[int], starts: list[int], ends: list[int]) -> None:
-        """The next pass computes positions `starts[i]` to `ends[i]` of `rows[i]`, which holds those before."""
+        """Prepare a pass over positions `starts[i]` to `ends[i]` of `rows[i]`, which has the earlier ones."""
         self._prefill = list(zip(rows, starts, ends, strict=True))
-        # Without tokens that were there before, a layer attends to what it has just computed: nothing is read back.
+        # Without earlier tokens, a layer attends only to newly computed keys: nothing is read back.
         self._num_keys = round_up(max(ends), KEY_BLOCK) if any(starts) else 0
 
     def begin_decode(self, positions: torch.Tensor, num_keys: int, num_advancing: int) -> None:
-        """The next pass computes the first rows: row b writes at `positions[b]` and attends over `num_keys` keys.
+        """Prepare a pass over the first rows: row b writes at `positions[b]` and attends over `num_keys` keys.
 
         Args:
             positions: [B, T]
             num_keys: a multiple of KEY_BLOCK, above every position
-            num_advancing: first rows whose token is new: states of the others, which only fill up, stay as they are
+            num_advancing: number of leading rows with a new token; states of the other (padding) rows stay unchanged
         """
         self._prefill, self._num_advancing = None, num_advancing
         self._positions = positions
@@ -124,7 +126,7 @@ class SlotCache(Cache):
         if self._prefill is None:
             batch, rows, positions = len(key_states), self._rows, self._positions
             if self._states:
-                # Rows that only fill up write what they hold already; behind a state that has gone on they would not.
+                # Padding rows rewrite their current values; a state that has advanced would change.
                 written = slice(self._num_advancing)
                 rows, positions = rows[written], positions[written]
                 key_states, value_states = key_states[written], value_states[written]
@@ -153,11 +155,11 @@ class SlotCache(Cache):
         return [tensor for tensor in (*self._keys, *self._values) if tensor is not None]
 
     def clear_row(self, row: int) -> None:
-        """Zero a row that holds values that are not finite."""
+        """Zero a row with non-finite values."""
         for tensor in [*self.tensors(), *(each for state in self._states.values() for each in state)]:
             tensor[row].zero_()
 
-    # The states of linear attention: see `DeltaCache`.
+    # States of linear attention: see `DeltaCache`.
 
     def delta_state(self, layer: int) -> DeltaState | None:
         if self._prefill is None:
@@ -166,9 +168,9 @@ class SlotCache(Cache):
         return None
 
     def put_delta_state(self, layer: int, state: DeltaState) -> None:
-        # Made at the first prompt, whose states tell their sizes.
+        # Allocated at the first prompt, when the sizes are known.
         if layer not in self._states:
-            self._states[layer] = self._state_like(state)
+            self._states[layer] = self._build_state(state)
         for held, new in zip(self._states[layer], state, strict=True):
             if self._prefill is None:
                 held[: self._num_advancing] = new[: self._num_advancing]
@@ -178,7 +180,7 @@ class SlotCache(Cache):
     def delta_lengths(self) -> list[int] | None:
         return None if self._prefill is None else [end - start for _, start, end in self._prefill]
 
-    def _state_like(self, state: DeltaState) -> DeltaState:
+    def _build_state(self, state: DeltaState) -> DeltaState:
         return DeltaState(*(each.new_zeros(self.num_rows, *each.shape[1:]) for each in state))
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:

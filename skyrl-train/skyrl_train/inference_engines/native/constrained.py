@@ -1,8 +1,8 @@
-"""Constrained decoding: which tokens may come next in an answer, by llguidance. Knows no model and no row.
+"""Constrained decoding with llguidance: computes the permitted next tokens. Independent of models and rows.
 
-A constraint is compiled once, in a thread of its own that holds up neither the event loop nor the engine; every answer
+A constraint is compiled once, in a separate thread that blocks neither the event loop nor the engine; every completion
 gets a copy of its initial state. llguidance bounds the work of compilation and of each token (fuel, items, states);
-beyond that an answer fails, and the others go on.
+beyond that a completion fails without affecting others.
 
 V is the model's vocabulary.
 """
@@ -26,20 +26,21 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_COMPILED = 64
-"""Compiled constraints that are kept; the least recently used give way."""
+"""Maximum number of cached compiled constraints; the least recently used are evicted."""
 
 MOST_SPACE = 32
-"""Tokens of white space in a row, where others could come instead: models, small ones above all, write it without end,
-and the library's bound holds for each piece of it, not for their number."""
+"""Maximum consecutive white-space tokens if others are permitted. Models, especially small ones, may generate endless
+white space, and the library bounds the length of a piece, not the number of pieces.
+"""
 
 _SPACES = "\u0120\u010a\u0109\u010d\u2581 \n\t\r"
-"""White space in the names of tokens: of byte-level vocabularies, of SentencePiece, and itself."""
+"""Characters for white space in token names of byte-level vocabularies and SentencePiece."""
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
-def unsupported_reason(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return why answers cannot be constrained with this tokenizer; None if they can."""
+def find_unsupported_reason(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return why constraints are unsupported with this tokenizer; None if supported."""
     if find_spec("llguidance") is None:
         return "constrained answers need the package llguidance; install the extra skyrl-train[constrained]"
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -51,11 +52,11 @@ class AnswerMatcher:
     """State of one constrained answer.
 
     Args:
-        matcher: behind the tokens of the answer so far.
+        matcher: state after the tokens so far.
         vocab_size: V.
-        eos_ids: tokens that end an answer, once it is complete.
-        spaces: [V] bool, tokens of nothing but white space.
-        num_spaces: of them, at the end of the answer so far.
+        eos_ids: tokens that may end a complete response.
+        spaces: [V] bool, tokens of only white space.
+        num_spaces: number of such tokens at the end so far.
     """
 
     def __init__(
@@ -67,14 +68,15 @@ class AnswerMatcher:
         self._spaces = spaces
         self._num_spaces = num_spaces
 
-    def allowed(self, drafts: np.ndarray) -> np.ndarray:
-        """Return [T + 1, V] bool: tokens that may come next, and behind each of T drafts. Behind a draft that ends the
-        answer or cannot come, everything: nothing is accepted there."""
+    def compute_allowed(self, drafts: np.ndarray) -> np.ndarray:
+        """Return [T + 1, V] bool: permitted tokens at the next position and after each of T drafts. All True after a
+        draft that ends the completion or is not permitted: nothing is accepted there.
+        """
         masks = np.ones((len(drafts) + 1, self._vocab_size), np.bool_)
         masks[0] = self._mask(self._num_spaces)
         num_consumed, num_spaces = 0, self._num_spaces
         for number, draft in enumerate(drafts.tolist(), 1):
-            # A complete answer's end is not counted by the matcher, and could not be taken back.
+            # The matcher does not count the end of a complete response and cannot roll it back.
             if draft in self._eos_ids or not masks[number - 1, draft] or not self._matcher.consume_token(draft):
                 break
             num_consumed += 1
@@ -86,7 +88,7 @@ class AnswerMatcher:
 
     def _mask(self, num_spaces: int) -> np.ndarray:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        # A matcher that gave up would allow the end alone, and pass an unfinished answer for a complete one.
+        # A failed matcher would permit only the end, and make an unfinished response look complete.
         self._raise_if_failed()
         mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
         if not mask.any():
@@ -98,7 +100,7 @@ class AnswerMatcher:
         return mask
 
     def push(self, token: int) -> bool:
-        """Take the next token of the answer. Returns: True if the answer is complete with it."""
+        """Advance by the next token. Returns whether it completes the response."""
         self._matcher.consume_token(token)
         self._raise_if_failed()
         self._num_spaces = self._num_spaces + 1 if self._spaces[token] else 0
@@ -107,7 +109,7 @@ class AnswerMatcher:
     def _raise_if_failed(self) -> None:
         if self._matcher.is_error():
             raise ConstraintFailed(
-                f"the constraint of the answer cannot be followed further: {_reason(self._matcher.get_error())}"
+                f"the constraint of the answer cannot be followed further: {_get_reason(self._matcher.get_error())}"
             )
 
 
@@ -115,37 +117,37 @@ class ConstraintCompiler:
     """Compiler of constraints for one tokenizer.
 
     Args:
-        vocab_size: V, at least; the tokenizer may have fewer tokens.
-        eos_ids: tokens that end an answer.
+        vocab_size: V; the tokenizer may have fewer tokens.
+        eos_ids: tokens that end a completion.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Sequence[int]):
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
-        self.unsupported = unsupported_reason(tokenizer)
+        self.unsupported = find_unsupported_reason(tokenizer)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraints")
         self._ll_tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
 
-    async def matcher(self, constraint: Constraint, answer: Sequence[int]) -> AnswerMatcher:
-        """Return the matcher of an answer, given its tokens so far.
+    async def build_matcher(self, constraint: Constraint, answer: Sequence[int]) -> AnswerMatcher:
+        """Build the matcher of a completion, given its tokens so far.
 
         Raises:
-            UnsupportedByEngine: the library is missing, or the tokenizer is no fast one.
-            ValueError: the constraint cannot be compiled, or the answer so far contradicts it.
+            UnsupportedByEngine: the library is missing, or the tokenizer is not a fast one.
+            ValueError: the constraint cannot be compiled, or the tokens so far violate it.
         """
         if self.unsupported is not None:
             raise UnsupportedByEngine(self.unsupported)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._matcher, constraint, answer)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._build_matcher, constraint, answer)
 
-    def _matcher(self, constraint: Constraint, answer: Sequence[int]) -> AnswerMatcher:
-        # Copies share the lexer's tables, under locks of the library's own: each belongs to one row.
+    def _build_matcher(self, constraint: Constraint, answer: Sequence[int]) -> AnswerMatcher:
+        # Copies share the lexer's tables under the library's locks; each copy belongs to one row.
         matcher = self._compile(constraint).deep_copy()
         if not matcher.consume_tokens(list(answer)):
             raise ValueError(
                 f"the last {len(answer)} tokens of the prompt (num_answer_tokens) contradict the constraint of the "
-                f"answer: {_reason(matcher.get_error())}"
+                f"answer: {_get_reason(matcher.get_error())}"
             )
         num_spaces = sum(1 for _ in takewhile(lambda token: self._spaces[token], reversed(answer)))
         return AnswerMatcher(matcher, self._vocab_size, self._eos_ids, self._spaces, num_spaces)
@@ -158,22 +160,22 @@ class ConstraintCompiler:
             self._compiled.move_to_end(constraint)
             return known
         if self._ll_tokenizer is None:
-            self._ll_tokenizer = _ll_tokenizer(self._tokenizer, self._vocab_size, sorted(self._eos_ids))
+            self._ll_tokenizer = _build_ll_tokenizer(self._tokenizer, self._vocab_size, sorted(self._eos_ids))
         if constraint.kind == "json_schema":
             try:
                 grammar = LLMatcher.grammar_from_json_schema(
                     constraint.text, overrides={"whitespace_pattern": WHITESPACE}
                 )
             except ValueError as error:
-                raise ValueError(f"the constraint is no JSON schema: {_reason(str(error))}") from error
+                raise ValueError(f"the constraint is no JSON schema: {_get_reason(str(error))}") from error
         else:
             grammar = LLMatcher.grammar_from_lark(constraint.text)
         matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0)
-        # The first mask also builds what later ones share, outside of the engine's thread.
-        matcher.compute_bitmask()  # finds constraints that no answer satisfies
+        # The first mask also builds shared tables, outside of the engine's thread.
+        matcher.compute_bitmask()  # detects unsatisfiable constraints
         if matcher.is_error():
             raise ValueError(
-                f"the {constraint.kind} of the answer's constraint cannot be used: {_reason(matcher.get_error())}"
+                f"the {constraint.kind} of the answer's constraint cannot be used: {_get_reason(matcher.get_error())}"
             )
         self._compiled[constraint] = matcher
         if len(self._compiled) > MOST_COMPILED:
@@ -182,7 +184,7 @@ class ConstraintCompiler:
 
     @cached_property
     def _spaces(self) -> np.ndarray:
-        """[V] bool, tokens of nothing but white space."""
+        """[V] bool, tokens of only white space."""
         spaces = np.zeros(self._vocab_size, np.bool_)
         num_known = min(self._vocab_size, len(self._tokenizer))
         names: list[str | None] = self._tokenizer.convert_ids_to_tokens(list(range(num_known)))  # pyright: ignore
@@ -194,7 +196,7 @@ class ConstraintCompiler:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _ll_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: list[int]) -> "LLTokenizer":
+def _build_ll_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: list[int]) -> "LLTokenizer":
     import llguidance
     import llguidance.hf
 
@@ -202,14 +204,15 @@ def _ll_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: 
     end: Any = eos_ids or None
     try:
         return llguidance.hf.from_tokenizer(tokenizer, size, eos_token=end)  # pyright: ignore[reportArgumentType]
-    except ValueError:  # neither bytes nor byte fallback: each token has a text of its own
+    except ValueError:  # neither byte-level nor byte fallback: each token has its own text
         words = _Words(tokenizer, eos_ids[0] if eos_ids else 0)
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(words), n_vocab=size, eos_token=end)
 
 
 class _Words:
-    """Tokenizer as llguidance takes those of other libraries: the bytes of each token. Tokens that are no text of their
-    own (pieces of characters) are special, which no text matches."""
+    """Tokenizer in llguidance's format: the bytes of each token. Partial characters are marked as special tokens, which
+    match no text.
+    """
 
     bos_token_id = None
 
@@ -230,6 +233,6 @@ class _Words:
         return self._encode(text, add_special_tokens=False)["input_ids"]
 
 
-def _reason(text: str) -> str:
-    """Return the first lines of a message, without the library's state behind them."""
+def _get_reason(text: str) -> str:
+    """Return the first lines of a message, without the library's state dump."""
     return " ".join(text.split("\n\n")[0].split())[:300] or "no reason given"

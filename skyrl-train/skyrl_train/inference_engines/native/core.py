@@ -1,4 +1,4 @@
-"""Continuous batching: requests join and leave at every step. Synchronous; knows no thread, asyncio or Ray."""
+"""Continuous batching: requests join and leave at every step. Synchronous; independent of threads, asyncio and Ray."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ from skyrl_train.inference_engines.native.draft_model import DraftModel
 from skyrl_train.inference_engines.native.prefix_cache import PrefixCache
 from skyrl_train.inference_engines.native.prompt_scores import score_prompts
 from skyrl_train.inference_engines.native.requests import Request
-from skyrl_train.inference_engines.native.route_table import route_table
+from skyrl_train.inference_engines.native.route_table import build_route_table
 from skyrl_train.inference_engines.native.rows import RowTable
 from skyrl_train.inference_engines.native.runner import ModelRunner
-from skyrl_train.inference_engines.native.sampling import Draw, sample, uniforms
-from skyrl_train.inference_engines.native.speculation import Places, look_up
+from skyrl_train.inference_engines.native.sampling import Draw, compute_uniforms, sample
+from skyrl_train.inference_engines.native.speculation import Places, find_drafts
 from skyrl_train.inference_engines.native.stop_strings import Decode
 from skyrl_train.inference_engines.native.waiting import Waiting
 from skyrl_train.inference_engines.request import Completion, stack_top_log_probs
@@ -29,47 +29,49 @@ from skyrl_train.models.routing_replay import RoutingReplay
 
 MAX_PREFILL_TOKENS = 4096
 KEYS_OF_A_PREFILL_TOKEN = 8
-"""Prompts are computed together while their keys, cached ones included, are at most so many for each token of
-`max_prefill_tokens`: attention gathers the keys of all of them."""
+"""Maximum number of keys (cached ones included) of a prefill batch per token of `max_prefill_tokens`, since attention
+gathers the keys of all its prompts.
+"""
 MAX_PREFIX_TOKENS = 2**16
 MAX_DRAFTING = 16
 
 Outcome = Completion | FloatingPointError | ConstraintFailed
-"""Completion of a request (without text), or the error of a model whose output was not finite, or of a constraint that
-became too complex."""
+"""Completion of a request (without text), or the error of non-finite model output or of a constraint that became too
+complex.
+"""
 
 Outcomes = dict[Request, Outcome]
-"""Outcomes of requests that ended."""
+"""Outcomes of finished requests."""
 
 
 class NativeEngineCore:
-    """A model, its cache, and the requests that wait and run.
+    """Model, cache, and waiting and running requests.
 
-    A step computes the newcomers' prompts, which gives their first tokens, and one token for every other running
-    request. Samples of one prompt that come together share all of its computation. Keys and values of prompts and
-    answers are kept (`prefix_cache.py`): a prompt that begins with known tokens is computed from there on, in later
-    turns, other samples, branches and retries.
+    A step prefills the prompts of new requests, which yields their first tokens, and decodes one token for every other
+    running request. Samples of one prompt submitted together share its computation. Keys and values of prompts and
+    completions are cached (`prefix_cache.py`): later turns, samples, branches and retries compute only the uncached
+    suffix of their prompt.
 
-    How long a step may take is bounded: it computes `max_prefill_tokens` of new prompts together, however many wait; a
-    longer prompt over several steps.
+    The duration of a step is bounded: it prefills at most `max_prefill_tokens` tokens of new prompts; a longer prompt
+        takes several steps.
 
     Args:
         model: loaded with the native attention, on its device, in eval mode
-        max_num_seqs: requests that run at the same time; more wait
+        max_num_seqs: maximum number of running requests; more wait
         max_model_len: tokens of prompt and response together
         eos_ids: tokens that end a response unless a request ignores them
         decode: token ids to text, for stop strings
-        max_prefill_tokens: prompt tokens computed in one step
-        chunked_prefill: whether a longer prompt is computed in parts (which needs a prefix cache that holds it), or at
-            once
-        max_prefix_tokens: tokens of which the prefix cache keeps keys and values; 0: none
-        max_loras: adapters that may be loaded at the same time
-        max_cache_tokens: places in the cache (rows x longest); requests wait for room to be written to their end. One
-            that needs more runs alone. None: no limit
-        num_draft_tokens: drafts of an answer that one pass verifies at most (`speculation.py`); 0: none
-        max_drafting: requests that may run together for answers to be drafted
-        draft_model: proposes drafts; None: they are looked up in the tokens so far
-        routing: of a mixture whose completions come with the experts of their tokens; None: without
+        max_prefill_tokens: maximum prompt tokens computed in one step
+        chunked_prefill: whether a longer prompt is computed in chunks (requires a prefix cache large enough for it), or
+            at once
+        max_prefix_tokens: capacity of the prefix cache in tokens; 0: disabled
+        max_loras: maximum number of loaded adapters
+        max_cache_tokens: capacity of the cache (rows x longest row); requests wait until they fit with their full
+            budget. One that needs more runs alone. None: no limit
+        num_draft_tokens: maximum drafts per request and pass (`speculation.py`); 0: disabled
+        max_drafting: maximum number of running requests with drafting
+        draft_model: model that proposes drafts; None: prompt lookup
+        routing: expert routing of a mixture, if completions include routes; None: no routes
     """
 
     def __init__(
@@ -98,16 +100,16 @@ class NativeEngineCore:
             max_loras=max_loras,
             routing=routing,
         )
-        if self._runner.has_states:  # none is known within a row: nothing to begin from, nor to go back to
+        if self._runner.has_states:  # states within a row are unknown: no prefix to start from or to roll back to
             max_prefix_tokens = num_draft_tokens = 0
-        self._routes = None if routing is None else route_table(routing)
+        self._routes = None if routing is None else build_route_table(routing)
         self.model, self.loras = model, self._runner.loras
         self.weight_version = 0
         self._num_updates = 0
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.num_prompt_tokens_computed = 0
-        """Prompt tokens that went through the model; the others were shared or cached."""
+        """Prompt tokens computed by the model; the others were shared or cached."""
         self._num_draft_tokens, self._max_drafting = num_draft_tokens, max_drafting
         self.draft_model = draft_model
         self._eos_ids = eos_ids
@@ -141,7 +143,7 @@ class NativeEngineCore:
         """Return the prompt as an array.
 
         Raises:
-            ValueError: it is empty, as long as the context, or holds an id outside the vocabulary.
+            ValueError: empty, as long as the context, or with an id outside the vocabulary.
         """
         if not prompt:
             raise ValueError("prompt_token_ids must hold at least one token; got an empty prompt")
@@ -167,7 +169,7 @@ class NativeEngineCore:
 
     @torch.inference_mode()
     def abort(self, requests: Iterable[Request] | None = None) -> Outcomes:
-        """End these requests (None: all) where they are. Those that ended before are ignored."""
+        """Abort these requests (None: all) with their tokens so far. Finished requests are ignored."""
         chosen = None if requests is None else set(requests)
 
         def is_chosen(request: Request) -> bool:
@@ -175,24 +177,24 @@ class NativeEngineCore:
 
         never_ran = self._waiting.remove(is_chosen)
         rows = [row for row, request in enumerate(self._rows.requests) if is_chosen(request)]
-        outcomes: Outcomes = {request: _completion(request, [], [], [], "abort") for request in never_ran}
+        outcomes: Outcomes = {request: _build_completion(request, [], [], [], "abort") for request in never_ran}
         return outcomes | self._finish(rows, lambda _row: "abort")
 
     @torch.inference_mode()
     def step(self, *, admit: bool = True) -> Outcomes:
-        """Generate one token for every running request, after admitting those that wait (unless `admit` is False).
+        """Generate one token for every running request, after admitting waiting ones (unless `admit` is False).
 
-        Returns: the requests that ended in this step.
+        Returns: the requests that finished in this step.
         """
         new_prompts, copies = self._admit() if admit else ([], {})
         known: dict[int, torch.Tensor] = {}
-        for wave in self._prefill_waves(new_prompts):
-            for rows in self._prefill_batches(wave):
+        for wave in self._iter_prefill_waves(new_prompts):
+            for rows in self._split_into_prefill_batches(wave):
                 requests = [self._rows.requests[row] for row in rows]
                 prompts = [request.prompt for request in requests]
                 starts, slots = self._rows.num_cached[rows].tolist(), self._rows.lora_slot[rows]
                 hidden, logits = self._runner.prefill(rows, prompts, starts, slots)
-                self._keep_prompts(rows, requests, prompts, starts)
+                self._store_prompts(rows, requests, prompts, starts)
                 self._score_prompts(requests, slots, hidden)
                 known.update(zip(rows, logits, strict=True))
                 del hidden  # its memory is needed for decoding
@@ -201,16 +203,16 @@ class NativeEngineCore:
         self.num_prompt_tokens_computed += int((self._rows.prompt_length - self._rows.num_cached)[added].sum())
         if not self._rows:
             return {}
-        drafts = self._drafts(known)
-        places = Places.of(drafts)
-        draw = self._sample(self._logits(known, drafts, places), places, drafts)
+        drafts = self._propose_drafts(known)
+        places = Places.from_drafts(drafts)
+        draw = self._sample(self._compute_logits(known, drafts, places), places, drafts)
         if draw.kept is not None:
             self._rows.append_kept(draw.kept)
         return self._append(places, drafts, draw)
 
     def hand_out_tokens(self) -> None:
-        """Give the new tokens of running requests to those that stream."""
-        # Rows that ended are out of the table: their last tokens come with their outcomes.
+        """Send the new tokens of streaming requests to their callbacks."""
+        # Finished rows are removed: their last tokens are part of their outcomes.
         rows = self._rows
         for row, request in enumerate(rows.requests):
             if request.on_tokens is None:
@@ -228,16 +230,17 @@ class NativeEngineCore:
             request.num_handed_out += len(delta.token_ids)
             request.on_tokens(delta)
 
-    def take_version(self, version: int) -> None:
-        """Note that the weights have changed. Running requests continue behind the keys and values that they have; no
-        other gets those."""
+    def update_version(self, version: int) -> None:
+        """Set the version of changed weights. Running requests keep their keys and values, which are not shared with
+        new ones.
+        """
         self.weight_version = version
         self._num_updates += 1
         self._rows.is_current[:] = False
         self.clear_prefixes()
 
     def clear_prefixes(self) -> None:
-        """Forget cached prefixes."""
+        """Clear the prefix cache."""
         self._prefixes.clear()
         self._chunk = None, 0
 
@@ -255,7 +258,7 @@ class NativeEngineCore:
     def _admit(self) -> tuple[list[int], dict[int, int]]:
         """Move waiting requests into free rows.
 
-        Returns: rows whose prompts must be computed; row -> row with the same prompt, whose keys and values it gets.
+        Returns: rows with prompts to compute; row -> row with the same prompt to copy keys and values from.
         """
         if not self._waiting or len(self._rows) == self.max_num_seqs:
             return [], {}
@@ -263,15 +266,15 @@ class NativeEngineCore:
         sources: dict[tuple[bytes, int], int] = {}
         copies: dict[int, int] = {}
         room = self._max_prefill_tokens
-        while (request := self._waiting.next(self.max_num_seqs - len(self._rows))) is not None:
-            if not self._fits(request):
+        while (request := self._waiting.get_next(self.max_num_seqs - len(self._rows))) is not None:
+            if not self._has_cache_space(request):
                 break
-            # A row with a state cannot go back to all but the last token: it is copied for an equal prompt alone.
+            # A state cannot be rolled back to all but the last token: only rows with an equal prompt copy it.
             prefix = request.prompt.tobytes() if self._runner.has_states else request.prefix
             key = prefix, request.lora_serial
-            is_copy = key in sources and request.scoring is None  # a prompt that is scored is computed for itself
+            is_copy = key in sources and request.scoring is None  # a scored prompt is computed separately
             if not is_copy:
-                start = 0 if request.scoring else self._prefixes.tree.match_length(request.prompt[:-1], key[1])
+                start = 0 if request.scoring else self._prefixes.tree.get_match_length(request.prompt[:-1], key[1])
                 room -= round_up(len(request.prompt) - start, KEY_BLOCK)
                 if room < 0 and new_prompts:
                     break
@@ -287,35 +290,35 @@ class NativeEngineCore:
         return new_prompts, copies
 
     def _prefill_chunk(self, request: Request, start: int) -> bool:
-        """Compute `max_prefill_tokens` of a waiting request's prompt behind the first `start`, which are cached, for
-        the prefix cache alone.
+        """Compute `max_prefill_tokens` tokens of a waiting request's prompt after the `start` cached ones, and store
+        them in the prefix cache.
 
         Returns: False if the prompt must be computed at once instead.
         """
         fits = self._chunked_prefill and len(request.prompt) <= self._prefixes.tree.max_tokens
-        # Less is cached than was computed last time: other tokens took its place, and would again.
+        # Less is cached than was computed last time: it was evicted, and would be again.
         is_lost = self._chunk[0] is request and start < self._chunk[1]
         if not fits or is_lost or request.scoring is not None:
             return False
-        # The row behind those in use: the prefix cache keeps what is computed, and nothing needs the row later.
+        # The first unused row: the prefix cache stores the result, and the row is free afterwards.
         row, end = len(self._rows), start + self._max_prefill_tokens
-        # Of a limited cache, what is longer than asked for may be cut off.
+        # With a limited cache, the excess over the requested length may be truncated.
         self._cache.reserve(row + 1, max(end, int(self._rows.length[:row].max(initial=0))))
         if self._routes is not None:
             self._routes.reserve(row + 1, end)
         self._prefixes.load([row], [self._prefixes.tree.match(request.prompt[:start], request.lora_serial)])
         self._runner.prefill([row], [request.prompt[:end]], [start], np.array([request.lora_slot]))
-        self._keep_prompts([row], [request], [request.prompt[:end]], [start])
-        # What is not finite, since the weights are not, would reach whichever request gets the row.
+        self._store_prompts([row], [request], [request.prompt[:end]], [start])
+        # Non-finite values (of non-finite weights) would reach the next request in this row.
         self._cache.clear_row(row)
         self._chunk = request, end
         request.num_chunked += end - start
         self.num_prompt_tokens_computed += end - start
         return True
 
-    def _prefill_waves(self, rows: list[int]) -> Iterator[list[int]]:
-        """Yield the rows in waves, with the known prefixes of their prompts in place. Rows that begin alike beyond what
-        is known come after the first of them. Rows of which all but the last token is known are left to decoding.
+    def _iter_prefill_waves(self, rows: list[int]) -> Iterator[list[int]]:
+        """Yield the rows in waves, after loading the cached prefixes of their prompts. Of rows that share an uncached
+        prefix, all but the first wait for a later wave. Rows with only the last token uncached are left to decoding.
         """
         known_before: dict[int, int] = {}
         while rows:
@@ -323,11 +326,11 @@ class NativeEngineCore:
             beginnings: set[tuple[int, bytes]] = set()
             for row in rows:
                 request = self._rows.requests[row]
-                # A prompt that is scored needs the states of all its tokens, and is computed whole.
+                # A scored prompt needs the states of all its tokens, so it is computed entirely.
                 prompt = request.prompt[: -1 if request.scoring is None else 0]
                 slots = self._prefixes.tree.match(prompt, request.lora_serial)
                 beginning = request.lora_serial, prompt[: len(slots) + KEY_BLOCK].tobytes()
-                # Where waiting brought nothing, what they share is too long for the cache.
+                # If waiting did not help, the shared prefix is too long for the cache.
                 may_wait = self._prefixes.is_enabled and len(prompt) > len(slots) > known_before.get(row, -1)
                 known_before[row] = len(slots)
                 if not may_wait or beginning not in beginnings:
@@ -339,37 +342,37 @@ class NativeEngineCore:
             yield [row for row in wave if rest[row] > 1 or self._rows.num_cached[row] == 0]
             rows = [row for row in rows if row not in wave]
 
-    def _keep_prompts(
+    def _store_prompts(
         self, rows: list[int], requests: list[Request], prompts: list[np.ndarray], starts: list[int]
     ) -> None:
-        """Keep what was computed of prompts from `starts[i]` on: routes, and keys and values for other requests."""
+        """Store the computed part of prompts from `starts[i]` on: routes, and keys and values for other requests."""
         if self._routes is not None:
             self._routes.put_prompts(rows, starts, [len(prompt) for prompt in prompts], self._runner.routes)
         self._prefixes.store(rows, prompts, [request.lora_serial for request in requests])
 
     def _copy_prompts(self, copies: Mapping[int, int], known: dict[int, torch.Tensor]) -> None:
-        """Copy keys and values of equal prompts, and add their logits to `known` where they are those of the source."""
+        """Copy keys and values of equal prompts, and add the source's logits to `known` if they apply."""
         for row, source in copies.items():
             prompt = self._rows.requests[row].prompt
             self._cache.copy_row(source, row, len(prompt))
-            if self._routes is not None:  # where the last tokens differ, decoding writes that of this one
+            if self._routes is not None:  # if the last tokens differ, decoding computes the one of this row
                 self._routes.copy(source, row, len(prompt))
             self._rows.num_cached[row] = len(prompt) - 1
             if source in known and self._rows.requests[source].prompt[-1] == prompt[-1]:
                 known[row] = known[source]
                 self._rows.num_cached[row] = len(prompt)
 
-    def _fits(self, request: Request) -> bool:
-        """Check that the cache can hold this request beside the running ones until all of them have ended."""
+    def _has_cache_space(self, request: Request) -> bool:
+        """Return whether the cache can hold this request and the running ones up to their full budgets."""
         count = len(self._rows)
         if not count or self._cache.max_tokens == math.inf:
             return True
-        longest = max(int(self._rows.max_length[:count].max()), self._limit(request))
-        rows, length = self._cache.size_for(self._runner.filled(count + 1), longest)
+        longest = max(int(self._rows.max_length[:count].max()), self._get_token_limit(request))
+        rows, length = self._cache.compute_size(self._runner.round_up_rows(count + 1), longest)
         return rows * length <= self._cache.max_tokens
 
-    def _limit(self, request: Request) -> int:
-        """Return the maximum number of tokens of prompt and response."""
+    def _get_token_limit(self, request: Request) -> int:
+        """Return a request's maximum number of tokens of prompt and response."""
         budget = request.params.max_tokens
         return self.max_model_len if budget is None else min(len(request.prompt) + budget, self.max_model_len)
 
@@ -377,7 +380,7 @@ class NativeEngineCore:
         row = self._rows.add(
             request,
             num_updates=self._num_updates,
-            max_length=self._limit(request),
+            max_length=self._get_token_limit(request),
             eos_ids=self._eos_ids,
             decode=self._decode_text,
         )
@@ -386,9 +389,10 @@ class NativeEngineCore:
             self._routes.reserve(row + 1, int(self._rows.max_length[row]))
         return row
 
-    def _prefill_batches(self, rows: list[int]) -> Iterable[list[int]]:
-        """Yield rows in batches with similarly many tokens to compute, each within `max_prefill_tokens` with padding
-        and within a multiple of it in keys, or of one row."""
+    def _split_into_prefill_batches(self, rows: list[int]) -> Iterable[list[int]]:
+        """Yield batches of rows with similar numbers of tokens to compute. Each has at most `max_prefill_tokens` tokens
+        with padding and a bounded number of keys, or a single row.
+        """
         rest = self._rows.prompt_length - self._rows.num_cached
         most = self._max_prefill_tokens
         batch: list[int] = []
@@ -406,10 +410,10 @@ class NativeEngineCore:
             yield batch
 
     def _score_prompts(self, requests: Sequence[Request], slots: np.ndarray, hidden: torch.Tensor) -> None:
-        """Compute the prompt log-probs that requests ask for, together for those with equally many top tokens.
+        """Compute requested prompt log-probs, together for requests with the same number of top tokens.
 
         Args:
-            slots: [n], of their adapters
+            slots: [n], adapter slots
             hidden: [n, T, D], states of the prompts' tokens
         """
         groups: dict[int, list[int]] = {}
@@ -419,21 +423,23 @@ class NativeEngineCore:
         for indices in groups.values():
             scored = [requests[index] for index in indices]
             states = [hidden[index, : len(requests[index].prompt) - 1] for index in indices]  # [P - 1, D] each
-            head = self._runner.head(np.repeat(slots[indices], [len(each) for each in states]))
+            head = self._runner.build_head(np.repeat(slots[indices], [len(each) for each in states]))
             for request, scores in zip(scored, score_prompts(scored, states, head), strict=True):
                 request.prompt_scores = scores
 
-    def _drafts(self, known: Mapping[int, torch.Tensor]) -> list[np.ndarray]:
-        """Return the drafts of each row. Most rows have some, or none has: all are computed as wide as the longest."""
+    def _propose_drafts(self, known: Mapping[int, torch.Tensor]) -> list[np.ndarray]:
+        """Return the drafts of each row. Either most rows have drafts or none has, since all are computed with the
+        longest width.
+        """
         rows, count = self._rows, len(self._rows)
         none = [rows.tokens[0, :0]] * count
-        # Logits that came with a prompt are those of one place.
+        # Logits of a prompt cover a single position.
         if not self._num_draft_tokens or known or count > self._max_drafting:
             return none
-        # Where the longest answer may end, rows end in the cache.
+        # Rows in the cache end at the maximum length.
         room = int(rows.max_length[:count].max() - rows.length[:count].max())
         nums = np.minimum(min(self._num_draft_tokens, room), rows.max_length[:count] - rows.length[:count] - 1)
-        # Settings that look at the tokens so far have no drafts.
+        # Settings that depend on earlier tokens have no drafts.
         nums = [
             int(num)
             if params.repetition_penalty == 1 and not (params.has_penalties or params.return_kept_tokens)
@@ -441,17 +447,18 @@ class NativeEngineCore:
             for num, params in zip(nums, (request.params for request in rows.requests), strict=True)
         ]
         if self.draft_model is not None:
-            drafts = self.draft_model.drafts(rows, nums) if 2 * sum(map(bool, nums)) >= count else none
+            drafts = self.draft_model.generate_drafts(rows, nums) if 2 * sum(map(bool, nums)) >= count else none
         else:
-            drafts = [look_up(rows.tokens[row, : rows.length[row]], num) for row, num in enumerate(nums)]
+            drafts = [find_drafts(rows.tokens[row, : rows.length[row]], num) for row, num in enumerate(nums)]
         return drafts if 2 * sum(map(bool, map(len, drafts))) >= count else none
 
-    def _logits(self, known: Mapping[int, torch.Tensor], drafts: Sequence[np.ndarray], places: Places) -> torch.Tensor:
-        """Compute [N, V] float32 logits at places: after every row's last token, and after its drafts.
+    def _compute_logits(
+        self, known: Mapping[int, torch.Tensor], drafts: Sequence[np.ndarray], places: Places
+    ) -> torch.Tensor:
+        """Compute [N, V] float32 logits after every row's last token and after each draft.
 
         Args:
-            known: a row: [V], of those that came with their prompts, if there are no drafts. The last rows of these
-                need no decoding.
+            known: row -> logits [V] from prefill, if no drafts exist. These trailing rows need no decoding.
         """
         count = len(self._rows)
         if len(places.rows) > count:
@@ -460,70 +467,71 @@ class NativeEngineCore:
         parts = [known[row] for row in range(num_decoded, count)]
         if not num_decoded:
             return torch.stack(parts)
-        # Rows that fill up write to the cache as well: none of them may be a request's.
-        num_computed = min(self._runner.filled(num_decoded), count)
+        # Padding rows write to the cache too: none may belong to a request.
+        num_computed = min(self._runner.round_up_rows(num_decoded), count)
         decoded = self._decode(num_computed, drafts[:num_computed], num_decoded)[:, 0]
         return torch.cat([decoded[:num_decoded], torch.stack(parts)]) if parts else decoded
 
     def _decode(self, count: int, drafts: Sequence[np.ndarray], num_new: int) -> torch.Tensor:
-        """Compute [count, T, V] float32 logits after the last token of the first rows and after their drafts; behind a
-        row's last draft they mean nothing. Rows from `num_new` on were computed before, and only fill up."""
+        """Compute [count, T, V] float32 logits after the last token of the first rows and after their drafts; entries
+        after a row's last draft are invalid. Rows from `num_new` on were computed before and are padding.
+        """
         rows, width = self._rows, 1 + max(map(len, drafts))
         last = rows.length[:count] - 1
-        self._cache.reserve(self._runner.filled(count), int(rows.length[: len(rows)].max()) + width - 1)
+        self._cache.reserve(self._runner.round_up_rows(count), int(rows.length[: len(rows)].max()) + width - 1)
         ids = np.zeros((count, width), np.int64)
         ids[:, 0] = rows.tokens[np.arange(count), last]
         for row, own in enumerate(drafts):
             ids[row, 1 : 1 + len(own)] = own
         positions = last[:, None] + np.arange(width)
-        shared = rows.shared_keys(count) if self._runner.shares_keys else None
+        shared = rows.get_shared_keys(count) if self._runner.shares_keys else None
         logits = self._runner.decode(ids, positions, rows.lora_slot[:count], num_new, shared)
         if self._routes is not None:
             self._routes.put_tokens(positions, self._runner.routes)
         return logits
 
     def _sample(self, logits: torch.Tensor, places: Places, drafts: Sequence[np.ndarray]) -> Draw:
-        """Draw a token at each place."""
+        """Sample a token at each position."""
         rows, own = self._rows, places.rows
-        batch, lengths = rows.sampling(self._device), rows.length[own] + places.offsets
+        batch, lengths = rows.get_sampling_batch(self._device), rows.length[own] + places.offsets
         if len(own) > len(rows):
-            batch = batch.repeated(torch.from_numpy(own).to(self._device))
+            batch = batch.select_rows(torch.from_numpy(own).to(self._device))
         uniform = None
         if not batch.all_greedy:
-            uniform = torch.from_numpy(uniforms(rows.key[own], lengths)).to(self._device)
+            uniform = torch.from_numpy(compute_uniforms(rows.key[own], lengths)).to(self._device)
         penalized = batch.repetition_penalty is not None
         return sample(
             logits,
             batch,
             uniform,
-            tokens=rows.penalized_tokens(own, self._device) if penalized else None,
-            biases=rows.biases(own, self._device),
-            forbidden=rows.forbidden(places, drafts, lengths, self._device),
+            tokens=rows.collect_penalized_tokens(own, self._device) if penalized else None,
+            biases=rows.compute_biases(own, self._device),
+            forbidden=rows.compute_forbidden(places, drafts, lengths, self._device),
             num_top=int(rows.num_top[own].max()),
         )
 
     def _append(self, places: Places, drafts: Sequence[np.ndarray], draw: Draw) -> Outcomes:
-        """Append the tokens drawn at accepted places, up to the one that ends a row.
+        """Append the tokens sampled at accepted positions, up to the one that ends a row.
 
-        Returns: the requests that ended.
+        Returns: the finished requests.
         """
         rows, count = self._rows, len(self._rows)
         tokens, log_probs = draw.tokens.cpu().numpy(), draw.log_probs.cpu().numpy()
         top_ids = None if draw.top_ids is None else draw.top_ids.cpu().numpy()
         top_log_probs = None if draw.top_log_probs is None else draw.top_log_probs.cpu().numpy()
-        is_accepted = places.accepted(drafts, tokens)
+        is_accepted = places.compute_accepted(drafts, tokens)
         rows.num_drafted[:count] += np.bincount(places.rows) - 1
         stopped, finite, ended = np.zeros((3, count), np.bool_)
         finite[:] = True
         for offset in range(int(places.offsets.max()) + 1):
             chosen = np.flatnonzero((places.offsets == offset) & is_accepted & ~ended[places.rows])
             own = places.rows[chosen]
-            versions = self.loras.versions(rows.lora_slot[own], self.weight_version)
+            versions = self.loras.get_versions(rows.lora_slot[own], self.weight_version)
             stopped[own] = rows.append(own, tokens[chosen], log_probs[chosen], versions)
             if top_ids is not None and top_log_probs is not None:
                 rows.append_top(own, top_ids[chosen], top_log_probs[chosen])
             finite[own] = np.isfinite(log_probs[chosen])
-            # A row that failed ends here; what it has so far would pass for an answer cut by its budget.
+            # A failed row is dropped here; its tokens would look like a completion truncated by its budget.
             unmatched = [rows.requests[row] in rows.failures for row in own.tolist()] if rows.failures else False
             ended[own] = stopped[own] | ~finite[own] | (rows.length[own] >= rows.max_length[own]) | unmatched
             if offset:
@@ -531,41 +539,41 @@ class NativeEngineCore:
         failed = [rows.requests[row] for row in np.flatnonzero(~finite).tolist()]
         for row in np.flatnonzero(~finite).tolist():
             self._cache.clear_row(row)
-        if failed:  # cached prefixes may hold what was not finite
+        if failed:  # cached prefixes may contain non-finite values
             self.clear_prefixes()
             rows.is_current[np.flatnonzero(~finite)] = False
         outcomes = self._finish(np.flatnonzero(ended).tolist(), lambda row: "stop" if stopped[row] else "length")
         unmatched, rows.failures = rows.failures, {}
-        return outcomes | unmatched | {request: _not_finite(request) for request in failed}
+        return outcomes | unmatched | {request: _build_not_finite_error(request) for request in failed}
 
     def _finish(self, ended: list[int], reason: Callable[[int], StopReason]) -> Outcomes:
-        """Take rows (ascending) out; the last row moves into each hole, so that rows stay dense."""
+        """Remove finished rows (ascending); the last row moves into each gap, so that rows stay dense."""
         rows = self._rows
-        self._keep(ended)
+        self._store_prefixes(ended)
         outcomes: Outcomes = {}
         for row in ended:
             request, generated = rows.requests[row], slice(int(rows.prompt_length[row]), int(rows.length[row]))
             tokens, log_probs = rows.tokens[row, generated].tolist(), rows.log_probs[row, generated].tolist()
             versions = rows.versions[row, generated].tolist()
             # The last token was drawn and not yet computed.
-            routes = None if self._routes is None else self._routes.of_row(row, int(rows.length[row]) - 1)
+            routes = None if self._routes is None else self._routes.get_row(row, int(rows.length[row]) - 1)
             sets = rows.kept[row]
             kept = None if sets is None else KeptTokens.of(sets)
-            completion = _completion(request, tokens, log_probs, versions, reason(row), routes, kept)
+            completion = _build_completion(request, tokens, log_probs, versions, reason(row), routes, kept)
             num_cached = max(0, int(rows.num_cached[row]) - request.num_chunked)
             drafts = DraftCounts(int(rows.num_drafted[row]), int(rows.num_accepted[row]))
             top = stack_top_log_probs(rows.top[row], int(rows.num_top[row]))
             outcomes[request] = replace(completion, num_cached_prompt_tokens=num_cached, drafts=drafts, top=top)
         for row in reversed(ended):
             last = len(rows) - 1
-            self._waiting.give_back(rows.requests[row])
+            self._waiting.release_row(rows.requests[row])
             if row != last:
                 self._cache.copy_row(last, row, int(rows.length[last]) - 1)
                 if self._routes is not None:
                     self._routes.copy(last, row, int(rows.length[last]) - 1)
                 rows.move(last, row)
             rows.remove_last()
-        # A new batch may need less than one of long answers did.
+        # A new batch may need less memory than one of long completions.
         if not rows and not self._waiting and self._cache.trim():
             if self.draft_model is not None:
                 self.draft_model.release()
@@ -573,8 +581,8 @@ class NativeEngineCore:
                 self._routes.release()
         return outcomes
 
-    def _keep(self, ended: list[int]) -> None:
-        """Keep keys and values of rows that end, of prompts and answers, unless other weights computed a part."""
+    def _store_prefixes(self, ended: list[int]) -> None:
+        """Store keys and values of finished rows in the prefix cache, unless other weights computed a part."""
         rows = self._rows
         kept = [
             row for row in ended if rows.is_current[row] and rows.prompt_lora[row] == rows.requests[row].lora_serial
@@ -584,7 +592,7 @@ class NativeEngineCore:
         self._prefixes.store(kept, tokens, [rows.requests[row].lora_serial for row in kept])
 
 
-def _completion(
+def _build_completion(
     request: Request,
     token_ids: list[int],
     log_probs: list[float],
@@ -607,7 +615,7 @@ def _completion(
     )
 
 
-def _not_finite(request: Request) -> FloatingPointError:
+def _build_not_finite_error(request: Request) -> FloatingPointError:
     return FloatingPointError(
         f"the model's log-probabilities are not finite after a prompt of {len(request.prompt)} tokens: "
         "its weights hold NaN or infinity, or overflow in this dtype"

@@ -1,10 +1,10 @@
 """Draft model for speculative decoding: a smaller model that proposes the next tokens of running requests.
 
-A draft is drawn from the draft model with the random number that the engine's model uses at the same place, and is kept
-if that model draws the same token (`speculation.py`): the coupling of "drafter-invariant" speculative decoding
-(Daliri, Musco, Suresh 2024). So answers have the distribution of the engine's model exactly, and beyond that do not
-depend on drafts at all. Rejection sampling with the draft's probabilities (Leviathan et al. 2023) has the former alone:
-there a token depends on whether it was drafted, and so on how many requests happen to run beside it.
+A draft is sampled from the draft model with the random number that the engine's model uses at the same position, and is
+accepted if that model samples the same token (`speculation.py`): the coupling of "drafter-invariant" speculative
+decoding (Daliri, Musco, Suresh 2024). Completions then have exactly the distribution of the engine's model and do not
+depend on drafts. Rejection sampling with the draft's probabilities (Leviathan et al. 2023) guarantees only the
+distribution: a token depends on whether it was drafted, and thus on concurrent requests.
 
 Dimensions: n rows, T tokens of a pass, K drafts of a row.
 """
@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference_engines.native.loading import context_length_of
+from skyrl_train.inference_engines.native.loading import get_context_length
 from skyrl_train.inference_engines.native.requests import NO_LORA, Request
 from skyrl_train.inference_engines.native.rows import RowTable
 from skyrl_train.inference_engines.native.runner import ModelRunner
-from skyrl_train.inference_engines.native.sampling import sample, uniforms
+from skyrl_train.inference_engines.native.sampling import compute_uniforms, sample
 
 _CHUNK = 2048
-"""Tokens of a request that are computed in one pass where the draft model has fallen behind."""
+"""Tokens of a request computed per pass when the draft model has to catch up."""
 
 
 @dataclass(eq=False)
@@ -34,30 +34,29 @@ class _Row:
 
     request: Request
     length: int = 0
-    """Tokens of the request whose keys and values are there."""
+    """Number of the request's tokens with keys and values."""
     drafts: Sequence[int] = ()
-    """Drafts behind them whose keys and values are there as well."""
+    """Drafts after them that also have keys and values."""
 
 
 class DraftModel:
-    """A model with keys and values of its own for up to `max_rows` running requests. Its weights stay as they were
-    loaded.
+    """Draft model with its own key-value cache for up to `max_rows` running requests. Its weights are never updated.
 
-    Rows are those of the core's table, which moves rows only to lower places; each call finds out what has changed.
+    Rows match the core's table, which moves rows only to lower indices; each call detects the changes.
 
     Args:
         model: loaded with the native attention, on its device, in eval mode
-        max_rows: requests that are drafted together
-        max_length: of prompt and response
+        max_rows: maximum number of requests with drafting
+        max_length: maximum tokens of prompt and response
 
     Raises:
-        ConfigError: a model with linear attention, whose state cannot go back behind a rejected draft, or with a
-            context that is too short.
+        ConfigError: a model with linear attention (its state cannot be rolled back after a rejected draft), or with a
+            too short context.
     """
 
     def __init__(self, model: PreTrainedModel, *, max_rows: int, max_length: int):
         name = f"engine_init_kwargs.speculative_model={model.config.name_or_path}"
-        limit = context_length_of(model, None)
+        limit = get_context_length(model, None)
         if limit < max_length:
             raise ConfigError(
                 f"{name} has a context of {limit} tokens, and the engine of {max_length}: set generator.max_model_len "
@@ -71,23 +70,24 @@ class DraftModel:
         self._last_id = model.config.get_text_config().vocab_size - 1
         self._rows: list[_Row] = []
 
-    def drafts(self, rows: RowTable, nums: Sequence[int]) -> list[np.ndarray]:
-        """Return `nums[i]` drafts of each running request, as many rows as there are."""
+    def generate_drafts(self, rows: RowTable, nums: Sequence[int]) -> list[np.ndarray]:
+        """Generate `nums[i]` drafts for each running request."""
         count, most = len(rows), max(nums)
         if not most:
             return [rows.tokens[0, :0]] * count
         lengths, device, cache = rows.length[:count], self._runner.device, self._runner.cache
-        cache.reserve(self._runner.filled(count), int(lengths.max()) + most)
-        widest = self._follow(rows)
-        # Rows that lack fewer tokens than others compute known ones again, to the same keys and values.
+        cache.reserve(self._runner.round_up_rows(count), int(lengths.max()) + most)
+        widest = self._sync_rows(rows)
+        # Rows that lack fewer tokens than others recompute known ones, with the same keys and values.
         positions = lengths[:, None] - widest + np.arange(widest)
         logits = self._decode(rows.tokens[np.arange(count)[:, None], positions], positions)
-        # Settings that look at single tokens make drafts less likely, never wrong.
-        batch = replace(rows.sampling(device), repetition_penalty=None, recorded=None)
+        # Ignoring per-token settings makes drafts less likely to be accepted, never wrong.
+        batch = replace(rows.get_sampling_batch(device), repetition_penalty=None, recorded=None)
         drafts = np.zeros((count, most), np.int64)
         for offset in range(most):
-            # The number that the verifying model will draw with at this place: alike distributions draw the same token.
-            uniform = None if batch.all_greedy else uniforms(rows.key[:count], lengths + offset)
+            # The random number that the verifying model uses at this position: similar distributions yield the same
+            # token.
+            uniform = None if batch.all_greedy else compute_uniforms(rows.key[:count], lengths + offset)
             chosen = sample(
                 _fit(logits, rows.vocabulary), batch, None if uniform is None else torch.from_numpy(uniform).to(device)
             )
@@ -99,7 +99,7 @@ class DraftModel:
         return [own[:num] for own, num in zip(drafts, nums, strict=True)]
 
     def release(self) -> None:
-        """Give the memory of keys and values back."""
+        """Free the memory of keys and values."""
         self._runner.cache.release()
         self._rows = []
 
@@ -107,10 +107,9 @@ class DraftModel:
         """Move the weights. Only while nothing is drafted."""
         self._runner.model.to(device)  # pyright: ignore[reportArgumentType]
 
-    def _follow(self, rows: RowTable) -> int:
-        """Bring rows to the places that their requests have now, and compute what they lack but for the last tokens.
-
-        Returns: the most tokens that a row lacks, its last one included: 1 or 2.
+    def _sync_rows(self, rows: RowTable) -> int:
+        """Move rows to the current indices of their requests, and compute all missing tokens except the last ones.
+        Returns the maximum number of tokens that a row still lacks, including its last one: 1 or 2.
         """
         before = {row.request: (place, row) for place, row in enumerate(self._rows)}
         self._rows = []
@@ -128,23 +127,25 @@ class DraftModel:
             row.length = min(row.length + int(np.cumprod(agrees).sum()), len(tokens) - 1)
             if len(tokens) - row.length > most:
                 for start in range(row.length, len(tokens) - 1, _CHUNK):
-                    prompt = self._known(tokens[: min(start + _CHUNK, len(tokens) - 1)])
+                    prompt = self._replace_unknown_ids(tokens[: min(start + _CHUNK, len(tokens) - 1)])
                     self._runner.prefill([place], [prompt], [start], np.array([NO_LORA]))
                 row.length = len(tokens) - 1
             lacking = max(lacking, len(tokens) - row.length)
         return lacking
 
     def _decode(self, ids: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """Compute [n, T] tokens. Returns: [n, V of the draft model] logits behind the last ones."""
-        return self._runner.decode(self._known(ids), positions, np.full(len(ids), NO_LORA), len(ids))[:, -1]
+        """Compute [n, T] tokens. Returns logits after the last ones, [n, V of the draft model]."""
+        return self._runner.decode(self._replace_unknown_ids(ids), positions, np.full(len(ids), NO_LORA), len(ids))[
+            :, -1
+        ]
 
-    def _known(self, ids: np.ndarray) -> np.ndarray:
-        """Replace ids that only the engine's model has: prompts may hold those without a token, too."""
+    def _replace_unknown_ids(self, ids: np.ndarray) -> np.ndarray:
+        """Replace ids beyond the draft model's vocabulary; prompts may contain unused ids too."""
         return np.minimum(ids, self._last_id)
 
 
 def _fit(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Cut off what the engine's model does not have, or add what only it has (rows that fill up the output layer)."""
+    """Truncate or pad logits to the vocabulary of the engine's model (models pad their output layer differently)."""
     return F.pad(logits[:, :vocabulary], (0, max(0, vocabulary - logits.shape[1])), value=-torch.inf)
 
 

@@ -1,7 +1,7 @@
-"""The native engine behind the interface: the core's step loop in a thread of its own, futures to asyncio.
+"""Native engine: runs the core's step loop in a dedicated thread and returns results to asyncio.
 
-Everything that touches the core or the weights runs in that thread, between two steps; so nothing here needs a lock but
-the mailbox. Made inside a Ray actor by one line: `ray.remote(NativeInferenceEngine).remote(path, ...)`.
+All access to the core or the weights happens in that thread, between two steps, so only the mailbox needs a lock. To
+create it in a Ray actor: `ray.remote(NativeInferenceEngine).remote(path, ...)`.
 """
 
 import asyncio
@@ -45,8 +45,8 @@ from skyrl_train.inference_engines.native.core import (
 from skyrl_train.inference_engines.native.draft_model import DraftModel, check_same_tokens
 from skyrl_train.inference_engines.native.loading import (
     cache_bytes_of_token,
-    context_length_of,
-    eos_ids_of,
+    find_eos_ids,
+    get_context_length,
     load_model,
     load_tokenizer,
 )
@@ -73,7 +73,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HAND_OUT_SECONDS = 0.02
-"""Shortest time between two deliveries of tokens to streams."""
+"""Minimum interval between two deliveries of tokens to streams."""
 
 _NO_LORA = "the engine was started without adapters (max_lora_rank=0)"
 
@@ -85,7 +85,7 @@ def _check_sizes(
     speculative_max_seqs: int,
     speculative_model: str | None,
 ) -> None:
-    """Raise ConfigError on a size out of range, or on a draft model that has none."""
+    """Raise ConfigError for a size out of range, or a draft model without a number of tokens."""
     if max_num_seqs < 1:
         raise ConfigError(f"max_num_seqs must be at least 1; got {max_num_seqs}")
     if prefix_cache_gib < 0:
@@ -104,11 +104,11 @@ def _check_sizes(
         )
 
 
-def _loaded(model_path: str, num_speculative_tokens: int, **settings: Any) -> PreTrainedModel:
-    """Load a model (`load_model`), with numbers that do not depend on co-batched rows where the device has them.
+def _load_bit_exact_model(model_path: str, num_speculative_tokens: int, **settings: Any) -> PreTrainedModel:
+    """Load a model (`load_model`), bit-exact for any batch composition if the device supports it.
 
     Raises:
-        ConfigError: the model cannot go with speculative decoding.
+        ConfigError: the model does not support speculative decoding.
     """
     if settings["device"].type == "cpu" and settings["dtype"] == "float32":
         use_strict_kernels()
@@ -126,50 +126,51 @@ def _loaded(model_path: str, num_speculative_tokens: int, **settings: Any) -> Pr
 
 class NativeInferenceEngine(InferenceEngineInterface):
     """Rollout engine that runs a transformers causal language model in this process, on a CPU or one CUDA device.
-    Before it is ready it generates a few tokens, and refuses a model that it cannot run (ConfigError, with the backend
-    that can).
+    At the start it generates a few tokens, and rejects a model that it cannot run (ConfigError, with a suitable
+    backend).
 
-    `skip_special_tokens` concerns the response text. Without a seed a request draws from the engine's own.
+    `skip_special_tokens` affects the response text. Requests without a seed use the engine's seed.
 
-    In float32 on a CPU (one thread) an answer's tokens and log-probs are the same bits whatever runs beside it, and an
-    aborted answer that is sent again behind its prompt, with the same `[seed, index]`, goes on as if never stopped.
+    In float32 on a CPU (one thread) tokens and log-probs are bit-exact for any batch composition. An aborted completion
+    that is sent again after its prompt, with the same `[seed, index]`, continues as if uninterrupted.
 
-    Weights may change while requests run: between two steps, and never with half of them new. Later tokens then carry
-    the new version; keys and values of earlier tokens stay those of the weights that wrote them.
+    Weights may change while requests run, between two steps and never partially. Later tokens carry the new version;
+        keys and values of earlier tokens are not recomputed.
 
-    Low-rank adapters of linear layers, the output layer included, stand beside the model; requests of several adapters
-    and of none are computed together (`lora.py`). What more an adapter may be than such products, `lora_loading.py`
-    refuses by name.
+    Low-rank adapters of linear layers, including the output layer, are kept separate from the model; requests with
+    different adapters and with none are batched together (`lora.py`). Other adapter features are rejected by name
+    (`lora_loading.py`).
 
     Args:
         model_path: a local folder or a hub name, with a tokenizer
         device: `cpu`, `cuda` or `cuda:N`
         dtype: `float32`, `bfloat16` or `float16`
-        max_num_seqs: requests that run at the same time
-        max_model_len: tokens of prompt and response; None: the model's `max_position_embeddings`
+        max_num_seqs: maximum number of running requests
+        max_model_len: maximum tokens of prompt and response; None: the model's `max_position_embeddings`
         seed: for requests without one
         model_config_kwargs: changes to the model's config, such as `rope_scaling`
-        command_timeout_seconds: deadline of control calls (pause with `wait` has none: it ends with the requests)
-        update_timeout_seconds: a weight update must be finished this long after its last bucket
-        dummy_weights: random weights in place of those on disk; the first update must then bring all of them
+        command_timeout_seconds: deadline of control calls (except a pause with `wait`, which ends with the requests)
+        update_timeout_seconds: maximum time from the last bucket of a weight update to its end
+        dummy_weights: random weights instead of the ones on disk; the first update must then contain all of them
         max_loras: adapters that may be loaded at the same time
-        max_lora_rank: the largest rank that one may have; 0: no adapters
-        max_prefill_tokens: prompt tokens computed between two tokens of the running answers
-        enable_chunked_prefill: compute a longer prompt in parts, if the prefix cache holds it; else it is computed
-            alone, at once
-        enable_prefix_caching: keep keys and values of prompts and answers for later prompts that begin with the same
-            tokens, until the weights change
-        prefix_cache_gib: memory for them, taken as needed; the least recently used give way
-        max_cache_gib: memory for keys and values; requests wait for room up to their ends. None: what they need
-        shared_weights: parameters and buffers of the same model that is loaded in this process already, by their names
-            in transformers. The engine uses their memory where device and dtype are its own (its packed copies of
-            linear layers come beside, on a CPU), and nobody may change them
-        return_expert_routes: completions come with the experts that each token of prompt and answer went to
-        num_speculative_tokens: tokens that are proposed for an answer and verified in one pass. In float32 on a CPU
-            answers are the same bits with any number. 0: none
-        speculative_model: a smaller model with the same tokens that proposes them, in the engine's dtype, with the
-            weights that it is loaded with. None: an answer's own words are proposed again (prompt lookup)
-        speculative_max_seqs: running requests up to which tokens are proposed; more fill the processor by themselves
+        max_lora_rank: maximum adapter rank; 0: no adapters
+        max_prefill_tokens: maximum prompt tokens computed between two tokens of running requests
+        enable_chunked_prefill: compute a longer prompt in chunks, if the prefix cache can hold it; otherwise alone, at
+            once
+        enable_prefix_caching: cache keys and values of prompts and completions for later prompts with the same prefix,
+            until the weights change
+        prefix_cache_gib: memory limit of this cache, allocated on demand; the least recently used entries are evicted
+        max_cache_gib: memory limit for keys and values of running requests, which wait until they fit with their full
+            budget. None: no limit
+        shared_weights: parameters and buffers of the same model already loaded in this process, by transformers name.
+            The engine uses their memory if device and dtype match (in addition to packed copies of linear layers on a
+            CPU); they must not be modified
+        return_expert_routes: return with completions the experts of each token of prompt and completion
+        num_speculative_tokens: draft tokens per request, verified in one pass. In float32 on a CPU completions are
+            bit-exact for any number. 0: disabled
+        speculative_model: smaller model with the same tokens that proposes drafts, in the engine's dtype, with fixed
+            weights. None: prompt lookup
+        speculative_max_seqs: maximum number of running requests with drafting; more saturate the processor anyway
     """
 
     def __init__(
@@ -204,10 +205,10 @@ class NativeInferenceEngine(InferenceEngineInterface):
         self._seed, self._max_lora_rank, self._command_timeout = seed, max_lora_rank, command_timeout_seconds
         loading = {"device": self._device, "dtype": dtype, "trust_remote_code": trust_remote_code}
         loading |= {"model_config_kwargs": model_config_kwargs, "dummy_weights": dummy_weights}
-        model = _loaded(model_path, num_speculative_tokens, shared_weights=shared_weights, **loading)
+        model = _load_bit_exact_model(model_path, num_speculative_tokens, shared_weights=shared_weights, **loading)
         self._tokenizer = load_tokenizer(model_path, trust_remote_code)
-        eos_ids, tokens_a_gib = eos_ids_of(model, self._tokenizer), 2**30 / cache_bytes_of_token(model)
-        max_length = context_length_of(model, max_model_len)
+        eos_ids, tokens_a_gib = find_eos_ids(model, self._tokenizer), 2**30 / cache_bytes_of_token(model)
+        max_length = get_context_length(model, max_model_len)
         self._core = NativeEngineCore(
             model,
             max_num_seqs=max_num_seqs,
@@ -221,7 +222,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
             max_prefix_tokens=int(prefix_cache_gib * tokens_a_gib) if enable_prefix_caching else 0,
             num_draft_tokens=num_speculative_tokens,
             max_drafting=speculative_max_seqs,
-            draft_model=self._draft_model(
+            draft_model=self._load_draft_model(
                 speculative_model, trust_remote_code, min(max_num_seqs, speculative_max_seqs), max_length
             ),
             routing=RoutingReplay(model, "trainer.policy.routing_replay=R3") if return_expert_routes else None,
@@ -230,10 +231,10 @@ class NativeInferenceEngine(InferenceEngineInterface):
         self._weights = EngineWeights(model, self._device, update_timeout_seconds)
         self._start()
 
-    def _draft_model(
+    def _load_draft_model(
         self, path: str | None, trust_remote_code: bool, max_rows: int, max_length: int
     ) -> DraftModel | None:
-        """Load the model that proposes tokens, if there is one. Raises ConfigError: it has other tokens."""
+        """Load the draft model, if any. Raises ConfigError if its tokens differ."""
         if path is None:
             return None
         tokens = load_tokenizer(path, trust_remote_code).get_vocab()
@@ -248,8 +249,9 @@ class NativeInferenceEngine(InferenceEngineInterface):
         return DraftModel(model, max_rows=max_rows, max_length=max_length)
 
     def _start(self) -> None:
-        """Check that the model generates, and start the only thread that touches model, cache and requests. Calls reach
-        it by the mailbox, so nothing there has a lock."""
+        """Check that the model generates, and start the only thread that accesses model, cache and requests. Calls
+        reach it through the mailbox, so no other lock is needed.
+        """
         check_generation(self._core, self._model_path)
         self._num_unseeded = 0
         self._leaving: list[tuple[Lora, Future[None]]] = []
@@ -260,7 +262,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         self._mailbox = Mailbox("the native engine")
         self._new_tokens = LoopCalls()
         self._handed_out = float("-inf")
-        self._num_threads = torch.get_num_threads()  # OpenMP counts them for each calling thread
+        self._num_threads = torch.get_num_threads()  # OpenMP has a thread count per calling thread
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
 
@@ -276,10 +278,10 @@ class NativeInferenceEngine(InferenceEngineInterface):
             dtype=self._dtype,
             node=platform.node(),
             gpus=[] if (gpu := gpu_uuid(self._device)) is None else [gpu],
-            unsupported=self._unsupported(),
+            unsupported=self._find_unsupported(),
         )
 
-    def _unsupported(self) -> dict[Feature, str]:
+    def _find_unsupported(self) -> dict[Feature, str]:
         unsupported: dict[Feature, str] = {}
         if not self._max_lora_rank:
             unsupported["lora"] = _NO_LORA
@@ -288,13 +290,13 @@ class NativeInferenceEngine(InferenceEngineInterface):
         return unsupported
 
     async def check_health(self) -> None:
-        await self._command(lambda: None)
+        await self._run_command(lambda: None)
 
     def progress(self) -> int:
         return self._core.num_forwards
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        own = await self._request(request)
+        own = await self._to_native_request(request)
         completion = await self.complete(own, request.lora_name)
         return select_requested(completion, own.params, self._decode, request.count_cached_tokens)
 
@@ -303,35 +305,35 @@ class NativeInferenceEngine(InferenceEngineInterface):
             type(self).generate is not NativeInferenceEngine.generate
             and type(self).stream is NativeInferenceEngine.stream
         ):
-            # A subclass that changes answers says nothing of streams: they are its answers too.
+            # If a subclass overrides `generate`, streams must return its completions too.
             return await super().stream(request, on_tokens)
-        own, loop = await self._request(request), asyncio.get_running_loop()
-        # Within the engine's thread it only takes note; all streams are told together.
+        own, loop = await self._to_native_request(request), asyncio.get_running_loop()
+        # In the engine's thread tokens are only recorded; all streams are notified together.
         own.on_tokens = lambda delta: self._new_tokens.add(loop, lambda: on_tokens(delta))
         completion = await self.complete(own, request.lora_name)
         return select_requested(completion, own.params, self._decode, request.count_cached_tokens)
 
-    async def _request(self, given: GenerationRequest) -> Request:
-        """Check a request. Raises ValueError."""
-        params, seed = self._sampling(given.sampling_params)
+    async def _to_native_request(self, given: GenerationRequest) -> Request:
+        """Check a request and convert it to a native one. Raises ValueError."""
+        params, seed = self._parse_sampling(given.sampling_params)
         prompt, matcher = self.check_prompt(given.prompt_token_ids), None
-        if params.constraint is not None:  # behind the tokens of the answer that the prompt ends with
+        if params.constraint is not None:  # after the completion's tokens at the end of the prompt
             answer = prompt[len(prompt) - min(len(prompt), params.num_answer_tokens) :].tolist()
-            matcher = await self._constraints.matcher(params.constraint, answer)
-        decode = None if params.skip_special_tokens else self.text_of  # in which stop strings are looked for, too
+            matcher = await self._constraints.build_matcher(params.constraint, answer)
+        decode = None if params.skip_special_tokens else self.decode_tokens  # also searched for stop strings
         return Request(prompt, params, seed, decode=decode, matcher=matcher)
 
     def check_prompt(self, prompt: list[int]) -> np.ndarray:
-        """Return a prompt for a `Request`. Raises ValueError like `generate`."""
+        """Return the prompt of a `Request` as an array. Raises ValueError like `generate`."""
         return self._core.check_prompt(prompt)
 
-    def text_of(self, token_ids: list[int]) -> str:
-        """Decode tokens, special ones as well."""
+    def decode_tokens(self, token_ids: list[int]) -> str:
+        """Decode tokens, including special ones."""
         return self._decode(token_ids, skip_special_tokens=False)
 
     def complete(self, request: Request, lora_name: str | None = None) -> "asyncio.Future[Completion]":
-        """Complete a native request, for callers in this process; the completion has no text. Cancelling the future
-        aborts the request.
+        """Complete a native request for callers in this process, without text. Cancelling the future aborts the
+        request.
 
         Raises:
             ValueError: no adapter has that name.
@@ -339,12 +341,12 @@ class NativeInferenceEngine(InferenceEngineInterface):
             ConstraintFailed: the constraint became too complex.
         """
         outcome: Future[Completion] = Future()
-        outcome.set_running_or_notify_cancel()  # a caller that goes away must not cancel what the thread will set
+        outcome.set_running_or_notify_cancel()  # a cancelled caller must not cancel the future that the thread sets
 
         def add() -> None:
             if not self._weights.complete and not self._weights.updating:
                 raise RuntimeError("the weights were dropped by sleep(level=2); a full weight update must come first")
-            request.lora = self._core.loras.named(lora_name)
+            request.lora = self._core.loras.get_by_name(lora_name)
             self._pending[request] = outcome
             self._core.add_request(request)
 
@@ -377,7 +379,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
                 self._release_drained()
                 drained.set_result(None)
 
-        await self._command(pause)
+        await self._run_command(pause)
         await asyncio.wrap_future(drained)
 
     async def resume_generation(self) -> None:
@@ -387,10 +389,10 @@ class NativeInferenceEngine(InferenceEngineInterface):
                 waiting.set_exception(RuntimeError("resumed before the pause with mode 'wait' was reached"))
             self._drained.clear()
 
-        await self._command(resume)
+        await self._run_command(resume)
 
     async def abort_generation(self) -> None:
-        await self._command(lambda: self._resolve(self._core.abort()))
+        await self._run_command(lambda: self._resolve(self._core.abort()))
 
     async def sleep(self, level: int = 1) -> None:
         check_sleep_level(level)
@@ -403,7 +405,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
                 )
             if not self._weights.asleep:
                 self._weights.sleep(level)
-                # No update brings adapters and draft model, so they are kept at both levels.
+                # Updates do not include adapters and draft model, so both levels keep them.
                 self._core.loras.to(torch.device("cpu"))
                 if self._core.draft_model is not None:
                     self._core.draft_model.to(torch.device("cpu"))
@@ -412,7 +414,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
-        await self._command(sleep)
+        await self._run_command(sleep)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         wanted = tags_to_wake(tags)
@@ -424,57 +426,58 @@ class NativeInferenceEngine(InferenceEngineInterface):
                 if self._core.draft_model is not None:
                     self._core.draft_model.to(self._device)
             if "kv_cache" in wanted:
-                self._cache_asleep = False  # its memory comes back with the requests
+                self._cache_asleep = False  # its memory is allocated again on demand
 
-        await self._command(wake)
+        await self._run_command(wake)
 
     async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None:
-        await self._command(lambda: self._weights.connect(init_info), timeout=init_info.timeout_seconds)
+        await self._run_command(lambda: self._weights.connect(init_info), timeout=init_info.timeout_seconds)
 
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
-        await self._command(lambda: self._weights.update(request))
+        await self._run_command(lambda: self._weights.update(request))
 
     async def finish_weight_update(self, version: int) -> WeightReport:
         def finish() -> WeightReport:
             report = self._weights.finish_update(version)
-            self._core.take_version(version)
+            self._core.update_version(version)
             return report
 
-        return await self._command(finish)
+        return await self._run_command(finish)
 
     async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
-        """See the interface. Requests under way when an adapter is replaced continue with the new one, behind the keys
-        and values of the old."""
-        self._require_loras()
-        # Files are read in another thread: the engine goes on generating meanwhile.
+        """See the interface. Running requests of a replaced adapter continue with the new one, on top of keys and
+        values computed by the old one.
+        """
+        self._check_has_loras()
+        # Files are read in another thread while the engine continues generating.
         layers = await asyncio.to_thread(read_lora, request.path, self._core.model, self._max_lora_rank)
-        return await self._command(lambda: self._core.loras.load(request, layers, self._weights.verification))
+        return await self._run_command(lambda: self._core.loras.load(request, layers, self._weights.verification))
 
     async def unload_lora(self, name: str) -> None:
-        self._require_loras()
+        self._check_has_loras()
         unused: Future[None] = Future()
         unused.set_running_or_notify_cancel()
-        await self._command(lambda: self._leaving.append((self._core.loras.forget(name), unused)))
+        await self._run_command(lambda: self._leaving.append((self._core.loras.forget(name), unused)))
         await asyncio.wrap_future(unused)
 
     async def weight_version(self) -> int:
-        return await self._command(lambda: self._core.weight_version)
+        return await self._run_command(lambda: self._core.weight_version)
 
     async def reset_prefix_cache(self) -> None:
-        await self._command(self._core.clear_prefixes)
+        await self._run_command(self._core.clear_prefixes)
 
     async def teardown(self) -> None:
-        """End the thread. Waiting and running requests fail with `WorkerError`, and so does every later call."""
+        """Stop the thread. Waiting and running requests and all later calls fail with `WorkerError`."""
         self._mailbox.close()
         self._constraints.close()
         await asyncio.to_thread(self._thread.join, self._command_timeout)
         if self._thread.is_alive():
             raise WorkerError(f"the native engine's thread did not end within {self._command_timeout:g} seconds")
 
-    # From a caller's words to requests.
+    # Parsing of requests.
 
-    def _sampling(self, given: SamplingKeywords) -> tuple[EngineSamplingParams, SeedPair]:
-        """Return the checked settings of a request and its seed pair."""
+    def _parse_sampling(self, given: SamplingKeywords) -> tuple[EngineSamplingParams, SeedPair]:
+        """Parse the settings of a request and its seed pair."""
         params, seed = split_seed(given)
         named = {"stop_token_ids": params.stop_token_ids, "logit_bias": [token for token, _ in params.logit_bias]}
         for name, token in [(name, token) for name, tokens in named.items() for token in tokens]:
@@ -484,7 +487,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
                     f"got {token}"
                 )
         if seed is None:
-            # Negative indices: apart from those of requests with a seed of the same value.
+            # Negative indices: distinct from requests with an equal explicit seed.
             self._num_unseeded += 1
             seed = (self._seed, -self._num_unseeded)
         return params, seed
@@ -496,11 +499,11 @@ class NativeInferenceEngine(InferenceEngineInterface):
         assert isinstance(text, str)
         return text
 
-    def _require_loras(self) -> None:
+    def _check_has_loras(self) -> None:
         if not self._max_lora_rank:
             raise UnsupportedByEngine(_NO_LORA)
 
-    async def _command(self, call: Callable[[], T], timeout: float | None = None) -> T:
+    async def _run_command(self, call: Callable[[], T], timeout: float | None = None) -> T:
         seconds = self._command_timeout if timeout is None else timeout
         try:
             return await asyncio.wait_for(asyncio.wrap_future(self._mailbox.post(call)), seconds)
@@ -513,24 +516,24 @@ class NativeInferenceEngine(InferenceEngineInterface):
         failure = WorkerError("the native engine is closed")
         torch.set_num_threads(self._num_threads)
         try:
-            while self._mailbox.run_calls(self._goes_on, self._weights.seconds_left()):
+            while self._mailbox.run_calls(self._has_work_or_flush, self._weights.get_seconds_left()):
                 if self._has_work():
-                    if self._admits():  # a long prompt may come first
-                        self._hand_out_tokens(at_once=True)
+                    if self._should_admit_prompts():  # a long prefill may run first
+                        self._send_new_tokens(at_once=True)
                     self._resolve(self._core.step(admit=self._pause is None))
-                    self._hand_out_tokens()
+                    self._send_new_tokens()
                     if self._pause == "wait" and not self._core.num_running:
                         self._release_drained()
                 if self._leaving:
-                    self._free_unused_loras()
-        except Exception as error:  # whatever it is, those who wait must hear of it
+                    self._remove_unused_loras()
+        except Exception as error:  # any error must be reported to waiting callers
             failure = WorkerError(f"the native engine stopped: {type(error).__name__}: {error}")
             failure.__cause__ = error
         finally:
             self._fail_all(failure)
 
-    def _hand_out_tokens(self, *, at_once: bool = False) -> None:
-        """Hand out the tokens of all streams together, if the last time is long enough ago."""
+    def _send_new_tokens(self, *, at_once: bool = False) -> None:
+        """Send the new tokens of all streams together, if the minimum interval has passed."""
         now = time.monotonic()
         # Waking a caller's loop and its streams takes 0.2 ms of processor time, a fifth of a small model's step.
         if at_once or now - self._handed_out >= HAND_OUT_SECONDS:
@@ -539,15 +542,15 @@ class NativeInferenceEngine(InferenceEngineInterface):
                 self._handed_out = now
                 self._new_tokens.flush()
 
-    def _goes_on(self) -> bool:
-        """`_has_work`; if there is none, streams get what they have not before the thread waits."""
+    def _has_work_or_flush(self) -> bool:
+        """Return whether the core has work. If not, send the remaining tokens of streams before the thread waits."""
         if self._has_work():
             return True
-        self._hand_out_tokens(at_once=True)
+        self._send_new_tokens(at_once=True)
         return False
 
-    def _admits(self) -> bool:
-        """Return True if the next step may begin with prompts."""
+    def _should_admit_prompts(self) -> bool:
+        """Return whether the next step may admit prompts."""
         has_room = self._core.num_running < self._core.max_num_seqs
         return self._pause is None and self._core.num_waiting > 0 and has_room
 
@@ -565,7 +568,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
             else:
                 self._pending.pop(request).set_result(outcome)
 
-    def _free_unused_loras(self) -> None:
+    def _remove_unused_loras(self) -> None:
         used = {request.lora for request in self._pending}
         for lora, unused in [leaving for leaving in self._leaving if leaving[0] not in used]:
             self._leaving.remove((lora, unused))
@@ -582,7 +585,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         waiting += self._pending.values()
         self._drained, self._leaving, self._pending = [], [], {}
         self._weights.close()
-        for done in waiting:  # an exception of its own each: those who raise one add to its traceback
+        for done in waiting:  # a separate exception each: raising one extends its traceback
             error = WorkerError(str(failure))
             error.__cause__ = failure.__cause__
             done.set_exception(error)

@@ -1,4 +1,4 @@
-"""A causal language model, its tokenizer and its limits from a local folder or the hub."""
+"""Loading of a causal language model, its tokenizer and its limits from a local folder or the hub."""
 
 import contextlib
 from collections.abc import Mapping
@@ -36,15 +36,15 @@ def load_model(
     dummy_weights: bool = False,
     shared_weights: Mapping[str, torch.Tensor] | None = None,
 ) -> PreTrainedModel:
-    """The model in eval mode on its device, with the native attention (on a CPU: native experts, packed layers).
+    """Load a model in eval mode on its device, with native attention (on a CPU also native experts and packed layers).
 
     Args:
-        dummy_weights: random ones, without reading those on disk
-        shared_weights: parameters and buffers to use as they are, instead of reading those on disk
+        dummy_weights: random weights, without reading files
+        shared_weights: existing parameters and buffers to use, instead of reading files
 
     Raises:
         ConfigError: an unknown dtype, or a model that the engine cannot run (`architecture.py`).
-        ValueError: shared weights that are not the model's.
+        ValueError: shared weights of another model.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"the native engine's dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
@@ -59,10 +59,10 @@ def load_model(
         with device if shared_weights is None else torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **options)
         apply_dtype_plan(model, _DTYPES[dtype])
-        with contextlib.suppress(OSError):  # there is none: what `from_config` made of the config holds
+        with contextlib.suppress(OSError):  # no such file: the values from `from_config` apply
             model.generation_config = GenerationConfig.from_pretrained(model_path)
         if shared_weights is not None:
-            _share(model, shared_weights, device)
+            _share_weights(model, shared_weights, device)
     else:
         model = AutoModelForCausalLM.from_pretrained(model_path, config=config, **options)
     if device.type == "cpu":
@@ -74,8 +74,8 @@ def load_model(
     return model
 
 
-def _share(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Give a model on the meta device parameters and buffers that exist: their own memory if device and dtype fit."""
+def _share_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Set existing parameters and buffers in a model on the meta device, sharing memory if device and dtype match."""
     for name, empty in [*model.named_parameters(), *model.named_buffers()]:
         given = weights.get(name)
         if given is None or given.shape != empty.shape:
@@ -93,8 +93,8 @@ def load_tokenizer(model_path: str, trust_remote_code: bool) -> PreTrainedTokeni
     return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
 
 
-def eos_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every end-of-sequence id that the generation config, the config or the tokenizer names."""
+def find_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Collect the end-of-sequence ids of generation config, config and tokenizer."""
     generation = getattr(model.generation_config, "eos_token_id", None)
     found: list[Any] = []
     for named in (generation, model.config.get_text_config().eos_token_id, tokenizer.eos_token_id):
@@ -102,8 +102,8 @@ def eos_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
     return tuple(dict.fromkeys(found))
 
 
-def context_length_of(model: PreTrainedModel, max_model_len: int | None) -> int:
-    """`max_model_len`, or the model's own limit.
+def get_context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
+    """Return `max_model_len`, or the model's limit if None.
 
     Raises:
         ConfigError: the setting is below 2, above the model's limit, or needed because the model names no limit.
@@ -122,12 +122,14 @@ def context_length_of(model: PreTrainedModel, max_model_len: int | None) -> int:
 
 
 def cache_bytes_of_token(model: PreTrainedModel) -> int:
-    """Keys and values of one token in all layers."""
+    """Compute the size of keys and values of one token in all layers, in bytes."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     numbers = 2 * heads * width
-    if getattr(config, "kv_lora_rank", None):  # latent attention: transformers gives the cache what keys are made of
+    if getattr(
+        config, "kv_lora_rank", None
+    ):  # latent attention: transformers caches the latent that keys are computed from
         numbers = config.kv_lora_rank + config.qk_rope_head_dim
     kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     num_layers = sum(kind != LINEAR_ATTENTION for kind in kinds)

@@ -1,18 +1,16 @@
-"""Low-rank adapters in the native engine: several at a time, each with a name, beside requests that use none.
+"""Low-rank adapters in the native engine: several named adapters at a time, batched with requests that use none.
 
-Adapters have slots. Every layer that one of them adapts keeps the matrices of all slots stacked, padded with zeros to
-one rank, and adds to what it computes
+Each adapter has a slot. Every adapted layer keeps the matrices of all slots stacked, padded with zeros to a common
+rank, and adds to its output
 
-    scaling_s B_s A_s x        for the rows whose request uses slot s,
-
-by a few batched products whatever the number of rows and adapters: in decoding, rows are gathered by slot into groups
-of one length; in prefill a row is a group. Of experts, which see few rows each, every slot is computed by itself
-(`experts.py`). Without adapters the model is as it was, and a pass whose rows use none pays
-one comparison a layer.
+    scaling_s B_s A_s x        for the rows of requests with slot s, in a few batched products for any number of rows
+    and adapters: in decoding, rows are gathered by slot into groups of equal size; in prefill a row is a group. Experts
+    process few rows each, so their slots are computed one by one (`experts.py`). Without adapters the model is
+    unchanged, and a pass without adapted rows costs one comparison per layer.
 
 The bits of a row do not depend on the other rows (float32 on a CPU), as for the layers themselves: groups have at
-least `MIN_ROWS` rows, and ranks are padded to at least `RANK_BLOCK`, from where on a wider product computes its columns
-alike.
+least `MIN_ROWS` rows, and ranks are padded to at least `RANK_BLOCK`, above which the width of a product does not change
+its columns.
 
 Dimensions: B rows of a pass, T tokens a row, S slots, R padded rank, G groups of M rows.
 """
@@ -28,7 +26,7 @@ from torch import nn
 
 from skyrl_train.inference_engines.native.attention import MIN_ROWS, round_up
 from skyrl_train.inference_engines.native.experts import ExpertAdapters, use_native_experts
-from skyrl_train.inference_engines.native.lora_loading import LayerMatrices, features_of, tensor_names
+from skyrl_train.inference_engines.native.lora_loading import LayerMatrices, get_features, get_tensor_names
 from skyrl_train.inference_engines.native.requests import NO_LORA
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport
 from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
@@ -38,13 +36,13 @@ RANK_BLOCK = 16
 
 @dataclass(eq=False)
 class Lora:
-    """An adapter that is loaded. Requests keep it; loading another under its name changes it in place."""
+    """Loaded adapter. Requests hold a reference; reloading under the same name changes it in place."""
 
     name: str
     slot: int
     version: int
     serial: int
-    """Another at every loading: keys and values computed under one serial are of no use under another."""
+    """Number that changes at every loading: keys and values are valid only under the serial that computed them."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +52,23 @@ class Groups:
     num_rows: int
     """B"""
     slots: torch.Tensor | slice
-    """[G] which slot each group uses."""
+    """[G] slot of each group."""
     size: int
     """M"""
     gathered: torch.Tensor | None
-    """[G M] the row at each place; a place to spare holds some row once more. None: all rows as they are, one group."""
+    """[G M] row at each position; padding repeats some row. None: all rows in order, one group."""
     rows: torch.Tensor | None = None
-    """[n] the rows that use an adapter."""
+    """[n] rows that use an adapter."""
     places: torch.Tensor | None = None
-    """[n] where they stand."""
+    """[n] their positions in `gathered`."""
 
 
-def groups_of(slots: np.ndarray, device: torch.device, *, apart: bool) -> Groups | None:
-    """The groups of rows, given each row's slot; None if no row uses an adapter.
+def group_rows_by_slot(slots: np.ndarray, device: torch.device, *, apart: bool) -> Groups | None:
+    """Group rows by slot; None if no row uses an adapter.
 
     Args:
         slots: [B], `NO_LORA` where a row uses none.
-        apart: every row is a group of its own (its many tokens fill the product); else rows of one slot are one group.
+        apart: every row is a separate group (its many tokens fill the product); else rows of a slot form a group.
     """
     rows = np.flatnonzero(slots != NO_LORA)
     if not len(rows):
@@ -84,7 +82,8 @@ def groups_of(slots: np.ndarray, device: torch.device, *, apart: bool) -> Groups
         return Groups(len(slots), torch.from_numpy(slots[rows]).to(device), 1, indices, indices, places)
     order = np.argsort(group_of_row, kind="stable")
     starts = np.cumsum(sizes) - sizes
-    # Smaller groups would take another matrix kernel, so a row's bits would depend on how many share its adapter.
+    # Smaller groups would use another matrix kernel, so a row's bits would depend on the number of rows with its
+    # adapter.
     size = max(int(sizes.max()), MIN_ROWS)
     places = np.empty(len(rows), np.int64)
     places[order] = group_of_row[order] * size + np.arange(len(rows)) - starts[group_of_row[order]]
@@ -103,10 +102,10 @@ def groups_of(slots: np.ndarray, device: torch.device, *, apart: bool) -> Groups
 
 
 class _AdaptedLayer:
-    """One layer's matrices of all slots. A slot that does not adapt this layer is zero."""
+    """Adapter matrices of all slots in one layer. A slot that does not adapt this layer is zero."""
 
     def __init__(self, module: nn.Module, like: torch.Tensor, num_slots: int, rank: int):
-        num_in, num_out = features_of(module)
+        num_in, num_out = get_features(module)
         self.users: set[int] = set()
         self.a = like.new_zeros(num_slots, rank, num_in)
         self.b = like.new_zeros(num_slots, num_out, rank)
@@ -138,8 +137,8 @@ class _AdaptedLayer:
     def to(self, device: torch.device) -> None:
         self.a, self.b, self.scaling = self.a.to(device), self.b.to(device), self.scaling.to(device)
 
-    def held(self, slot: int, name: str, rank: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """The layer's name in files, A and B of an adapter."""
+    def get_loaded_tensors(self, slot: int, name: str, rank: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Return the layer's name in files, and A and B of an adapter."""
         yield name, self.a[slot, :rank], self.b[slot, :, :rank]
 
     @property
@@ -147,11 +146,11 @@ class _AdaptedLayer:
         return self.a.device
 
     def add_to(self, output: torch.Tensor, input: torch.Tensor, groups: Groups, rank: int) -> None:
-        """Add the rows' adapters to what the layer made of its input, in place.
+        """Add the rows' adapters to the layer's output in place.
 
         Args:
             output, input: [B, T, out] and [B, T, in], or both with the first two dimensions as one
-            rank: the largest of the groups' adapters, padded: what is behind it is zero
+            rank: largest padded rank of the groups' adapters; entries beyond it are zero
         """
         x = input.reshape(groups.num_rows, -1, input.shape[-1])
         if groups.gathered is not None:
@@ -172,7 +171,7 @@ class _AdaptedLayer:
 
 
 class _AdaptedProjection:
-    """One linear layer of each expert of a layer, with the matrices of the slots that adapt it."""
+    """Adapter matrices of one linear layer of all experts of a layer, by slot."""
 
     def __init__(self, adapters: ExpertAdapters, projection: str, like: torch.Tensor):
         self._matrices, self._like = adapters.matrices[projection], like
@@ -190,14 +189,14 @@ class _AdaptedProjection:
         self._matrices.pop(slot, None)
 
     def grow(self, num_slots: int, rank: int) -> None:
-        """Slots are apart."""
+        """Do nothing: slots are stored separately."""
 
     def to(self, device: torch.device) -> None:
         self._like = self._like.to(device)
         for slot, (a, b, scaling) in self._matrices.items():
             self._matrices[slot] = a.to(device), b.to(device), scaling
 
-    def held(self, slot: int, name: str, rank: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def get_loaded_tensors(self, slot: int, name: str, rank: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         layer, _, projection = name.rpartition(".")
         for expert, (a, b) in enumerate(zip(*self._matrices[slot][:2], strict=True)):
             yield f"{layer}.{expert}.{projection}", a[:rank], b[:, :rank]
@@ -211,7 +210,7 @@ class Loras:
     """The adapters of one model, by name.
 
     Args:
-        model: in eval mode; layers are adapted by hooks, which come and go with the adapters.
+        model: in eval mode; layers are adapted by hooks, added and removed with the adapters.
         max_loras: adapters that may be loaded at the same time.
     """
 
@@ -237,11 +236,11 @@ class Loras:
         self._key: bytes = b""
 
     def __bool__(self) -> bool:
-        """Check for adapters, named or still in use."""
+        """Return whether any adapter is loaded or still in use."""
         return bool(self._slots)
 
-    def named(self, name: str | None) -> Lora | None:
-        """The adapter of a request; None for none.
+    def get_by_name(self, name: str | None) -> Lora | None:
+        """Return the adapter with this name; None for None.
 
         Raises:
             ValueError: no adapter has that name.
@@ -257,10 +256,10 @@ class Loras:
     def load(
         self, request: LoraLoadRequest, layers: Mapping[str, LayerMatrices], verification: Verification
     ) -> WeightReport:
-        """Take an adapter in, or in place of the one with its name: then for the requests under way as well.
+        """Load an adapter, replacing one with the same name, also for running requests.
 
         Raises:
-            ValueError: as many as may be are loaded.
+            ValueError: the maximum number of adapters is loaded.
         """
         lora = self._by_name.get(request.name) or Lora(request.name, self._free_slot(), 0, 0)
         rank = round_up(max(matrices.rank for matrices in layers.values()), RANK_BLOCK)
@@ -269,38 +268,38 @@ class Loras:
         self._serials += 1
         lora.version, lora.serial = request.version, self._serials
         self._versions[lora.slot], self._ranks[lora.slot] = request.version, rank
-        # The next pass groups its rows anew: the slot may have another rank now.
+        # The next pass groups its rows again: the slot's rank may have changed.
         self._key = b""
-        # The version before may have adapted layers that this one leaves alone.
+        # The previous version may have adapted other layers.
         for name in [name for name in self._layers if name not in layers]:
             self._clear(name, lora.slot)
         for name, matrices in layers.items():
             if name not in self._layers:
-                self._adapt(name)
+                self._wrap_layers(name)
             self._layers[name].set(lora.slot, matrices)
-        held = self._held(lora.slot, layers)
+        held = self._collect_loaded_tensors(lora.slot, layers)
         return WeightReport(version=lora.version, fingerprints=fingerprints_of(held, lora.version, verification))
 
     def forget(self, name: str) -> Lora:
-        """No request finds this adapter any more. Those that have it may go on until `free`.
+        """Remove an adapter's name, so that new requests cannot use it. Running requests keep it until `free`.
 
         Raises:
             ValueError: no adapter has that name.
         """
-        lora = self.named(name)
+        lora = self.get_by_name(name)
         assert lora is not None
         del self._by_name[name]
         return lora
 
     @torch.inference_mode()
     def free(self, lora: Lora) -> None:
-        """Give the memory of a forgotten adapter back; nobody uses it."""
+        """Free the memory of a forgotten adapter without requests."""
         del self._slots[lora.slot]
         for name in list(self._layers):
             self._clear(name, lora.slot)
         if not self._slots:
             self._versions, self._ranks, self._rank = np.zeros(0, np.int64), np.zeros(0, np.int64), RANK_BLOCK
-            # No pass calls `begin` while there are no adapters, so what the last one set would stay.
+            # `begin` is not called without adapters, so reset its state here.
             for adapters in self._experts.values():
                 adapters.slots = None
 
@@ -311,18 +310,18 @@ class Loras:
         self._key = b""
 
     def begin(self, slots: np.ndarray, *, apart: bool) -> None:
-        """The next pass has rows that use these adapters (see `groups_of`)."""
+        """Set the adapters of the next pass's rows (see `group_rows_by_slot`)."""
         key = slots.tobytes() + bytes([apart])
         if key != self._key:
-            self._groups, self._key = groups_of(slots, self._device, apart=apart), key
+            self._groups, self._key = group_rows_by_slot(slots, self._device, apart=apart), key
             if self._groups is not None:
                 self._rank_of_pass = int(self._ranks[slots[slots != NO_LORA]].max())
             of_rows = None if self._groups is None else torch.from_numpy(slots.copy()).to(self._device)
             for adapters in self._experts.values():
                 adapters.slots = of_rows
 
-    def versions(self, slots: np.ndarray, otherwise: int) -> np.ndarray | int:
-        """The version of each row's adapter, or `otherwise`."""
+    def get_versions(self, slots: np.ndarray, otherwise: int) -> np.ndarray | int:
+        """Return the version of each row's adapter, `otherwise` without one."""
         if not self._slots:
             return otherwise
         return np.where(slots == NO_LORA, otherwise, self._versions[slots])
@@ -338,7 +337,7 @@ class Loras:
         return next(slot for slot in range(self._max_loras) if slot not in self._slots)
 
     def _make_room(self, slot: int, rank: int) -> None:
-        """Stacks grow in powers of two, and to the largest rank."""
+        """Grow the stacks: slots in powers of two, ranks to the largest."""
         num_slots = len(self._versions)
         if slot < num_slots and rank <= self._rank:
             return
@@ -348,12 +347,12 @@ class Loras:
         for layer in self._layers.values():
             layer.grow(len(self._versions), self._rank)
 
-    def _adapt(self, name: str) -> None:
+    def _wrap_layers(self, name: str) -> None:
         if name not in self._modules:
-            self._adapt_experts(name)
+            self._wrap_experts(name)
             return
         module = self._modules[name]
-        layer = _AdaptedLayer(module, self._stack_like(), len(self._versions), self._rank)
+        layer = _AdaptedLayer(module, self._build_stack(), len(self._versions), self._rank)
         self._layers[name] = layer
 
         def add(_module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -362,16 +361,16 @@ class Loras:
 
         self._hooks[name] = module.register_forward_hook(add)
 
-    def _adapt_experts(self, name: str) -> None:
+    def _wrap_experts(self, name: str) -> None:
         layer, _, projection = name.rpartition(".")
         if not self._experts:
             use_native_experts(self._model)
         if layer not in self._experts:
             self._experts[layer] = ExpertAdapters()
             setattr(self._modules[layer], "adapters", self._experts[layer])  # noqa: B010  # of a module of transformers
-        self._layers[name] = _AdaptedProjection(self._experts[layer], projection, self._stack_like())
+        self._layers[name] = _AdaptedProjection(self._experts[layer], projection, self._build_stack())
 
-    def _stack_like(self) -> torch.Tensor:
+    def _build_stack(self) -> torch.Tensor:
         return torch.empty(0, dtype=self._like.dtype, device=self._device)
 
     def _clear(self, name: str, slot: int) -> None:
@@ -382,9 +381,11 @@ class Loras:
             if name in self._hooks:
                 self._hooks.pop(name).remove()
 
-    def _held(self, slot: int, layers: Mapping[str, LayerMatrices]) -> Iterable[tuple[str, torch.Tensor]]:
-        """An adapter's tensors as the stacks hold them, by peft's names."""
+    def _collect_loaded_tensors(
+        self, slot: int, layers: Mapping[str, LayerMatrices]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Collect an adapter's tensors from the stacks, by peft's names."""
         for name, matrices in layers.items():
-            for layer, a, b in self._layers[name].held(slot, name, matrices.rank):
-                for kind, held in zip(tensor_names(layer), (a, b), strict=True):
+            for layer, a, b in self._layers[name].get_loaded_tensors(slot, name, matrices.rank):
+                for kind, held in zip(get_tensor_names(layer), (a, b), strict=True):
                     yield kind, held.contiguous()

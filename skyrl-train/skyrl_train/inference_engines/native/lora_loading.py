@@ -1,5 +1,6 @@
-"""Adapters as peft wrote them, checked against the model that shall use them. Everything is refused by name that would
-be more or other than a low-rank product beside a linear layer, or beside the same one of each expert of a layer."""
+"""Loading of adapters in peft's format, with checks against the model. Features beyond a low-rank product added to a
+linear layer, or to the same linear layer of all experts, are rejected by name.
+"""
 
 import math
 import re
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from skyrl_train.inference_engines.native.experts import PROJECTIONS, is_plain, shape_of
+from skyrl_train.inference_engines.native.experts import PROJECTIONS, get_expert_shape, is_plain
 from skyrl_train.models.adapter_files import can_be_sent_alone, read_adapter
 
 _PREFIX = "base_model.model."
@@ -35,12 +36,12 @@ _MORE_THAN_A_PRODUCT = {
 
 @dataclass(frozen=True)
 class LayerMatrices:
-    """W x becomes W x + scaling B A x."""
+    """Matrices of an adapted layer: W x becomes W x + scaling B A x."""
 
     a: torch.Tensor
-    """[rank, in], of experts [E, rank, in]"""
+    """[rank, in]; for experts [E, rank, in]"""
     b: torch.Tensor
-    """[out, rank], of experts [E, out, rank]"""
+    """[out, rank]; for experts [E, out, rank]"""
     scaling: float
 
     @property
@@ -49,11 +50,11 @@ class LayerMatrices:
 
 
 def read_lora(path: str, model: nn.Module, max_rank: int) -> dict[str, LayerMatrices]:
-    """The matrices of an adapter by the names of the model's layers; those of a projection of all experts of a layer
-    under the layer's name and the projection's.
+    """Read the matrices of an adapter by layer name; matrices of an expert projection are under the layer's and the
+    projection's name.
 
     Raises:
-        ValueError: the folder holds no adapter, or one that does not fit: names what, and why.
+        ValueError: no adapter in the folder, or one that does not fit; names the part and the reason.
     """
     file = read_adapter(path)
     _check_config(path, file.config)
@@ -63,18 +64,18 @@ def read_lora(path: str, model: nn.Module, max_rank: int) -> dict[str, LayerMatr
         if match is not None:
             pairs.setdefault(match["layer"], {})[match["kind"]] = tensor
         elif not _is_the_models(name, tensor, model):
-            raise _refusal(
+            raise _build_refusal(
                 path,
                 f"its tensor {name} is no matrix of a linear layer, nor the model's own (embeddings have no adapters)",
             )
     if not pairs:
-        raise _refusal(path, "it holds no tensor")
+        raise _build_refusal(path, "it holds no tensor")
     modules = dict(model.named_modules())
-    layers = {layer: _checked(path, layer, pair, modules, file.config, max_rank) for layer, pair in pairs.items()}
-    return _experts_together(path, layers, modules)
+    layers = {layer: _check_tensor(path, layer, pair, modules, file.config, max_rank) for layer, pair in pairs.items()}
+    return _merge_experts(path, layers, modules)
 
 
-def _experts_together(
+def _merge_experts(
     path: str, layers: Mapping[str, LayerMatrices], modules: Mapping[str, nn.Module]
 ) -> dict[str, LayerMatrices]:
     found: dict[str, LayerMatrices] = {}
@@ -86,33 +87,37 @@ def _experts_together(
         else:
             of_experts.setdefault((match["layer"], match["projection"]), {})[int(match["expert"])] = matrices
     for (layer, projection), by_expert in of_experts.items():
-        num_experts, *_ = shape_of(modules[layer], projection)
+        num_experts, *_ = get_expert_shape(modules[layer], projection)
         missing = [expert for expert in range(num_experts) if expert not in by_expert]
         if missing:
-            raise _refusal(path, f"{layer} has {num_experts} experts; {projection} of expert {missing[0]} is missing")
+            raise _build_refusal(
+                path, f"{layer} has {num_experts} experts; {projection} of expert {missing[0]} is missing"
+            )
         first = by_expert[0]
         if any((of.rank, of.scaling) != (first.rank, first.scaling) for of in by_expert.values()):
-            raise _refusal(path, f"the experts of {layer} have adapters of several ranks or scalings on {projection}")
+            raise _build_refusal(
+                path, f"the experts of {layer} have adapters of several ranks or scalings on {projection}"
+            )
         a, b = (torch.stack([getattr(by_expert[e], kind) for e in range(num_experts)]) for kind in "ab")
         found[f"{layer}.{projection}"] = LayerMatrices(a, b, first.scaling)
     return found
 
 
 def _is_the_models(name: str, tensor: torch.Tensor, model: nn.Module) -> bool:
-    """Check for a tensor of the model itself: peft adds embeddings and output layer where the latter has an adapter."""
+    """Return whether a tensor belongs to the model: peft adds embeddings and output layer if the latter is adapted."""
     own = dict(model.named_parameters(remove_duplicate=False)).get(
         name.removeprefix(_PREFIX).replace(".base_layer.", ".")
     )
     return own is not None and own.shape == tensor.shape and torch.equal(own, tensor.to(own.device, own.dtype))
 
 
-def tensor_names(layer: str) -> tuple[str, str]:
+def get_tensor_names(layer: str) -> tuple[str, str]:
     """Return the names of A and B of a layer in peft's files."""
     return f"{_PREFIX}{layer}.lora_A.weight", f"{_PREFIX}{layer}.lora_B.weight"
 
 
-def features_of(module: nn.Module) -> tuple[int, int]:
-    """Numbers in and out of a layer that may have an adapter."""
+def get_features(module: nn.Module) -> tuple[int, int]:
+    """Return the input and output size of a layer that supports adapters."""
     if isinstance(module, Conv1D):
         return int(module.nx), int(module.nf)
     assert isinstance(module, nn.Linear)
@@ -121,21 +126,21 @@ def features_of(module: nn.Module) -> tuple[int, int]:
 
 def _check_config(path: str, config: Mapping[str, object]) -> None:
     if config.get("peft_type") != "LORA":
-        raise _refusal(path, f"its peft_type is {config.get('peft_type')!r}, not LORA")
+        raise _build_refusal(path, f"its peft_type is {config.get('peft_type')!r}, not LORA")
     for field, why in _MORE_THAN_A_PRODUCT.items():
         if config.get(field):
-            raise _refusal(path, f"{field}={config[field]!r}: {why}")
+            raise _build_refusal(path, f"{field}={config[field]!r}: {why}")
     if config.get("bias", "none") != "none":
-        raise _refusal(path, f"bias={config['bias']!r}: it brings biases of the model's layers")
+        raise _build_refusal(path, f"bias={config['bias']!r}: it brings biases of the model's layers")
     if not can_be_sent_alone(config.get("init_lora_weights")):
-        raise _refusal(
+        raise _build_refusal(
             path,
             f"init_lora_weights={config['init_lora_weights']!r} took a part of the model's weights into the adapter; "
             "save it with peft's path_initial_model_for_weight_conversion",
         )
 
 
-def _checked(
+def _check_tensor(
     path: str,
     layer: str,
     pair: Mapping[str, torch.Tensor],
@@ -143,42 +148,44 @@ def _checked(
     config: Mapping[str, Any],
     max_rank: int,
 ) -> LayerMatrices:
-    from peft.utils.other import get_pattern_key  # heavy, and nothing to an engine without adapters
+    from peft.utils.other import get_pattern_key  # slow import, unused without adapters
 
     if set(pair) != {"A", "B"}:
-        raise _refusal(path, f"{layer} has no lora_{'B' if 'A' in pair else 'A'}")
+        raise _build_refusal(path, f"{layer} has no lora_{'B' if 'A' in pair else 'A'}")
     a, b = pair["A"], pair["B"]
-    num_in, num_out = _features(path, layer, modules)
+    num_in, num_out = _get_layer_features(path, layer, modules)
     rank = a.shape[0]
     if tuple(a.shape) != (rank, num_in) or tuple(b.shape) != (num_out, rank):
-        raise _refusal(
+        raise _build_refusal(
             path, f"{layer} takes A [rank, {num_in}] and B [{num_out}, rank]; got {list(a.shape)} and {list(b.shape)}"
         )
     if rank > max_rank:
-        raise _refusal(path, f"{layer} has rank {rank}, above the engine's max_lora_rank={max_rank}")
+        raise _build_refusal(path, f"{layer} has rank {rank}, above the engine's max_lora_rank={max_rank}")
     alphas = config.get("alpha_pattern") or {}
     alpha = alphas.get(get_pattern_key(list(alphas), layer), config.get("lora_alpha", rank))
     return LayerMatrices(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def _features(path: str, layer: str, modules: Mapping[str, nn.Module]) -> tuple[int, int]:
-    """Numbers in and out of a layer, or of an expert's."""
+def _get_layer_features(path: str, layer: str, modules: Mapping[str, nn.Module]) -> tuple[int, int]:
+    """Return the input and output size of a layer or expert layer."""
     match = _OF_EXPERT.fullmatch(layer)
     experts = modules.get(match["layer"]) if match else None
     if match and experts is not None and is_plain(experts):
-        num_experts, *shape = shape_of(experts, match["projection"])
+        num_experts, *shape = get_expert_shape(experts, match["projection"])
         if int(match["expert"]) >= num_experts:
-            raise _refusal(path, f"{match['layer']} has {num_experts} experts, and no {layer}")
+            raise _build_refusal(path, f"{match['layer']} has {num_experts} experts, and no {layer}")
         return shape[1], shape[0]
     module = modules.get(layer)
     if module is None:
-        raise _refusal(path, f"the model has no layer {layer}")
+        raise _build_refusal(path, f"the model has no layer {layer}")
     if not isinstance(module, nn.Linear | Conv1D):
-        raise _refusal(path, f"{layer} is a {type(module).__name__}, and only linear layers can have adapters")
+        raise _build_refusal(path, f"{layer} is a {type(module).__name__}, and only linear layers can have adapters")
     if ".experts." in layer:
-        raise _refusal(path, f"{layer} is a part of an expert that is a module of its own, which has no adapters here")
-    return features_of(module)
+        raise _build_refusal(
+            path, f"{layer} is a part of an expert that is a module of its own, which has no adapters here"
+        )
+    return get_features(module)
 
 
-def _refusal(path: str, why: str) -> ValueError:
+def _build_refusal(path: str, why: str) -> ValueError:
     return ValueError(f"the adapter in {path} cannot be loaded: {why}")

@@ -1,4 +1,4 @@
-"""Calls that one thread runs for others, between two pieces of its own work."""
+"""Mailbox of calls that one thread runs for others between its other work."""
 
 import threading
 from collections.abc import Callable
@@ -13,7 +13,7 @@ T = TypeVar("T")
 class Mailbox:
     """
     Args:
-        owner: whose thread it is, in errors.
+        owner: name of the thread's owner in errors.
     """
 
     def __init__(self, owner: str):
@@ -26,10 +26,10 @@ class Mailbox:
     # From any thread.
 
     def post(self, call: Callable[[], T]) -> "Future[T]":
-        """Run `call` in the thread.
+        """Queue `call` for the thread and return its future.
 
         Raises:
-            WorkerError: it has ended, or is about to.
+            WorkerError: the thread has stopped or is stopping.
         """
         done: Future[T] = Future()
         with self._changed:
@@ -42,7 +42,7 @@ class Mailbox:
         return done
 
     def close(self) -> None:
-        """Tell the thread to end."""
+        """Ask the thread to stop."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -50,7 +50,7 @@ class Mailbox:
     # From the thread.
 
     def run_calls(self, has_work: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait for calls, unless there is work, and run them. Returns: False when the thread is to end."""
+        """Run queued calls, waiting for one if the thread has no other work. False if it should stop."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._calls or has_work(), timeout)
             if self._closing:
@@ -58,22 +58,22 @@ class Mailbox:
             calls, self._calls = self._calls, []
         for call, done in calls:
             if done.set_running_or_notify_cancel():
-                _answer(call, done)
+                _run_call(call, done)
         return True
 
     def fail(self, failure: WorkerError) -> list[Future[Any]]:
-        """Take no more calls; return those that will not run."""
+        """Accept no more calls; return the pending ones, which will not run."""
         with self._changed:
             self._failure = failure
             calls, self._calls = self._calls, []
         return [done for _, done in calls if done.set_running_or_notify_cancel()]
 
 
-def _answer(call: Callable[[], object], done: Future[object]) -> None:
-    """Run a call; its error belongs to the caller and does not end the thread."""
+def _run_call(call: Callable[[], object], done: Future[object]) -> None:
+    """Run a call. Its error is raised in the caller and does not end the thread."""
     try:
         result = call()
-    except Exception as error:  # whatever it is, who waits for the call must hear of it
+    except Exception as error:  # any error must be reported to the caller
         done.set_exception(error)
     else:
         done.set_result(result)

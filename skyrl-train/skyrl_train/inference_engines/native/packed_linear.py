@@ -1,11 +1,11 @@
 """Linear layers with weights packed for oneDNN: up to twice the speed of the default float32 product on AVX-512, and in
-bfloat16, where the default product packs the weights at each call, 1.4 to 1.7 times that of one to eight rows (hidden
-size 1024; the same bits).
+bfloat16, where the default product packs the weights at each call, 1.4 to 1.7 times the speed for one to eight rows
+(hidden size 1024; the same bits).
 
-A packed float32 product also gives a row the same bits in every batch of at least `attention.MIN_ROWS` rows. The packed
-copy doubles the memory of these weights and must be made anew when they change (`pack_linears` again). oneDNN looks for
-its kernel at each call, which takes 10 to 25 us: longer than the whole default product of a small layer, and reason to
-compute layers of one input by one product.
+A packed float32 product is also bit-exact per row for any batch of at least `attention.MIN_ROWS` rows. The packed copy
+doubles the memory of these weights and must be renewed when they change (call `pack_linears` again). oneDNN looks for
+its kernel at each call, which takes 10 to 25 us: longer than the whole default product of a small layer, and a reason
+to compute layers with the same input in one product.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,14 +17,14 @@ from skyrl_train.weight_sync.fingerprint import VerificationSample
 from skyrl_train.weight_sync.one_hot import as_computed, columns_by_products
 
 SMALLEST = 32 * 1024
-"""Weights of a float32 layer from which on packing pays."""
+"""Minimum number of weights of a float32 layer for which packing is faster."""
 _ROWS_HINT = 64
-"""The batch size that the layout is chosen for; it works, with the same bits, for all."""
+"""Batch size that the layout is chosen for; it works bit-exactly for all sizes."""
 
 
 class PackedLinears:
-    """Linear layers of one input, computed as one product, with weights packed where it pays. Of one layer: in place of
-    its `forward`.
+    """Linear layers with the same input, computed as one product, with packed weights if faster. For a single layer it
+    replaces `forward`.
 
     Args:
         layers: all with a bias, or none
@@ -40,12 +40,12 @@ class PackedLinears:
         return (self,)
 
     def pack(self) -> None:
-        """Copy the weights as they are now, if that pays."""
+        """Pack the current weights, if that is faster."""
         with torch.inference_mode():
             weights = [layer.weight.detach() for layer in self.layers]
             if not is_worth_it(weights):
                 return
-            self.drop()  # before the new one needs memory
+            self.drop()  # freed before the new one is allocated
             whole = weights[0] if len(weights) == 1 else torch.cat(weights)
             self._packed = torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS_HINT)
             if len(weights) > 1 and self.layers[0].bias is not None:
@@ -55,9 +55,8 @@ class PackedLinears:
         """Free the copy."""
         self._packed = self._bias = None
 
-    def stale_layers(self, sampling: VerificationSample) -> list[torch.nn.Linear]:
-        """Return the layers whose weights, in the sampled columns, are not those of the packed copy, read by products,
-        or whose biases are not the copied ones."""
+    def find_stale_layers(self, sampling: VerificationSample) -> list[torch.nn.Linear]:
+        """Return layers that differ from the packed copy in biases or sampled weight columns (read by products)."""
         if self._packed is None:
             return []
         weights = [layer.weight.detach() for layer in self.layers]
@@ -79,7 +78,7 @@ class PackedLinears:
         return torch.ops.mkldnn._linear_pointwise(input, self._packed, bias, "none", [], "")
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out of the first layer, of the second, ...]"""
+        """Compute all layers: [..., in] -> [..., out of the first layer, of the second, ...]"""
         if self._packed is not None:
             return self._multiply(input, self.layers[0].bias if len(self.layers) == 1 else self._bias)
         outputs = [F.linear(input, layer.weight, layer.bias) for layer in self.layers]
@@ -91,10 +90,10 @@ def can_pack() -> bool:
 
 
 def pack_linears(model: torch.nn.Module) -> None:
-    """Pack every linear layer on the CPU for which it pays, or pack it again, where that is possible."""
+    """Pack (or repack) every linear layer on the CPU for which it is possible and faster."""
     if not can_pack():
         return
-    packed = list(_packed_linears(model))
+    packed = list(_iter_packed_products(model))
     in_groups = {layer for each in packed for layer in each.layers}
     for layer in model.modules():
         if type(layer) is torch.nn.Linear and layer not in in_groups and is_worth_it([layer.weight]):
@@ -104,29 +103,29 @@ def pack_linears(model: torch.nn.Module) -> None:
         each.pack()
 
 
-def stale_copies(model: torch.nn.Module, sampling: VerificationSample) -> list[str]:
-    """Names of the layers that do not multiply by their weights."""
+def find_stale_copies(model: torch.nn.Module, sampling: VerificationSample) -> list[str]:
+    """Return the names of layers with an outdated packed copy."""
     names = {layer: name for name, layer in model.named_modules()}
-    return [names[layer] for each in _packed_linears(model) for layer in each.stale_layers(sampling)]
+    return [names[layer] for each in _iter_packed_products(model) for layer in each.find_stale_layers(sampling)]
 
 
 def is_worth_it(weights: Sequence[torch.Tensor]) -> bool:
-    """Return whether layers of one input with these weights are faster packed."""
+    """Return whether layers with these weights are faster when packed."""
     first = weights[0]
     if first.device.type != "cpu" or not can_pack():
         return False
-    if first.dtype == torch.bfloat16:  # oneDNN computes it in any case
+    if first.dtype == torch.bfloat16:  # always computed by oneDNN
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return first.dtype == torch.float32 and sum(weight.numel() for weight in weights) >= SMALLEST
 
 
 def drop_packed(model: torch.nn.Module) -> None:
     """Free the packed copies until the next `pack_linears`."""
-    for each in _packed_linears(model):
+    for each in _iter_packed_products(model):
         each.drop()
 
 
-def _packed_linears(model: torch.nn.Module) -> Iterator[PackedLinears]:
-    """Yield what the `forward` of a module computes by packed weights."""
+def _iter_packed_products(model: torch.nn.Module) -> Iterator[PackedLinears]:
+    """Yield the packed products used by a module's `forward`."""
     for module in model.modules():
         yield from getattr(module.forward, "packed_linears", ())

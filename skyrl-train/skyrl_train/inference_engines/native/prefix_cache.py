@@ -1,9 +1,9 @@
-"""Prefix cache: keys and values of tokens that were computed, for later requests that begin with the same tokens.
+"""Prefix cache: keys and values of computed tokens, for later requests with the same prefix.
 
-`PrefixTree` says where the tokens of a prefix are kept, `PrefixCache` keeps their keys and values. Prefixes are found
-by the tokens themselves, not by hashes of them, so no two can be confused; and to the token, not in blocks: the next
-turn of a conversation computes only what is new in it. Neither knows requests or weights: `clear` must be called when
-the weights change, and adapters are distinguished by a number.
+`PrefixTree` maps prefixes to slots, `PrefixCache` stores their keys and values. Prefixes are matched by tokens, not
+hashes, so collisions are impossible; and per token, not per block: the next turn of a conversation computes only new
+tokens. Both are independent of requests and weights: call `clear` when the weights change; adapters are distinguished
+by a number.
 """
 
 from collections import OrderedDict
@@ -16,11 +16,11 @@ from skyrl_train.inference_engines.native.cache import SlotCache
 from skyrl_train.inference_engines.native.route_table import RouteTable
 
 _FIRST_TOKENS = 1024
-"""Tokens that the memory is first allocated for; it grows in powers of two."""
+"""Initial capacity in tokens; grows in powers of two."""
 
 
 class _Node:
-    """Tokens that follow those of `parent` in all prefixes below, and the slots of their keys and values."""
+    """Node of the tree: tokens after its parent's, and the slots of their keys and values."""
 
     __slots__ = ("children", "key", "parent", "slots", "tokens")
 
@@ -33,10 +33,10 @@ class _Node:
 
 
 class PrefixTree:
-    """Radix tree of token sequences with a slot for each token; at most `max_tokens` slots, the least recently used
-    sequences give way.
+    """Radix tree of token sequences with a slot per token. Has at most `max_tokens` slots; the least recently used
+    sequences are evicted.
 
-    A sequence belongs to an adapter (0: none), under which its keys and values were computed.
+    A sequence belongs to the adapter (0: none) that computed its keys and values.
     """
 
     def __init__(self, max_tokens: int):
@@ -44,48 +44,47 @@ class PrefixTree:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all sequences."""
+        """Remove all sequences."""
         nothing = np.empty(0, np.int64)
         self._root = _Node((0, 0), None, nothing, nothing)
-        # A node is used whenever one below it is, and moved behind it: the first in this order never has children.
+        # Using a node also uses its ancestors, which are moved after it: the first in this order never has children.
         self._by_use: OrderedDict[_Node, None] = OrderedDict()
         self._free: list[np.ndarray] = []
         self._num_ever = 0
         self.num_tokens = 0
 
     def match(self, tokens: np.ndarray, adapter: int = 0) -> np.ndarray:
-        """Return the slots of the longest known prefix of `tokens`, which counts as used."""
+        """Return the slots of the longest stored prefix of `tokens`, and mark it as used."""
         path, slots = self._walk(tokens, adapter)
-        self._use(path)
+        self._mark_used(path)
         return np.concatenate(slots) if slots else np.empty(0, np.int64)
 
-    def match_length(self, tokens: np.ndarray, adapter: int = 0) -> int:
-        """Return the length of the longest known prefix of `tokens`; it does not count as used."""
+    def get_match_length(self, tokens: np.ndarray, adapter: int = 0) -> int:
+        """Return the length of the longest stored prefix of `tokens` without marking it as used."""
         return sum(map(len, self._walk(tokens, adapter)[1]))
 
     def insert(self, tokens: np.ndarray, adapter: int = 0) -> tuple[int, np.ndarray]:
-        """Add a sequence, which counts as used, at the cost of those not used for longest.
+        """Add a sequence and mark it as used, evicting the least recently used ones if needed.
 
-        Returns: the length of the prefix that was known, and slots for the tokens behind it: fewer than there are
-            where the sequence is too long for the memory.
+        Returns: the length of the stored prefix, and slots for the tokens after it: fewer than tokens if the sequence
+        exceeds the capacity.
         """
         path, matched = self._walk(tokens, adapter)
         known = sum(map(len, matched))
         if path and len(matched[-1]) < len(path[-1].tokens):
             path[-1] = self._split(path[-1], len(matched[-1]))
-        self._use(path)  # before others give way, so that this one does not
+        self._mark_used(path)  # marked before eviction, so that it is not evicted
         slots = self._allocate(min(len(tokens) - known, self.max_tokens), keep=path)
         if len(slots):
             parent = path[-1] if path else self._root
             key = (adapter if parent is self._root else 0, int(tokens[known]))
             leaf = _Node(key, parent, np.array(tokens[known : known + len(slots)]), slots)
             parent.children[key] = leaf
-            self._use([*path, leaf])
+            self._mark_used([*path, leaf])
         return known, slots
 
     def _walk(self, tokens: np.ndarray, adapter: int) -> tuple[list[_Node], list[np.ndarray]]:
-        """Return the nodes along `tokens`, from the top, and what matches of each one's slots: of the last maybe not
-        all."""
+        """Return the nodes along `tokens` from the root with their matching slots; the last may match partially."""
         path: list[_Node] = []
         slots: list[np.ndarray] = []
         node, position = self._root, 0
@@ -104,16 +103,16 @@ class PrefixTree:
             node = child
         return path, slots
 
-    def _use(self, path: Sequence[_Node]) -> None:
+    def _mark_used(self, path: Sequence[_Node]) -> None:
         for node in reversed(path):
             self._by_use[node] = None
             self._by_use.move_to_end(node)
 
     def _split(self, node: _Node, length: int) -> _Node:
-        """Cut a node after `length` tokens; return the upper part."""
+        """Split a node after `length` tokens; return the upper part."""
         parent = node.parent
         assert parent is not None and 0 < length < len(node.tokens)
-        # Copies: a view of a few tokens would hold the arrays of all of them.
+        # Copies: a view of a few tokens would keep the entire array alive.
         upper = _Node(node.key, parent, node.tokens[:length].copy(), node.slots[:length].copy())
         parent.children[node.key] = upper
         node.key, node.parent = (0, int(node.tokens[length])), upper
@@ -122,8 +121,7 @@ class PrefixTree:
         return upper
 
     def _allocate(self, count: int, keep: Sequence[_Node]) -> np.ndarray:
-        """Return up to `count` free slots, after evicting as many of the least recently used nodes as needed, but none
-        of `keep`."""
+        """Return up to `count` free slots, evicting least recently used nodes as needed, except `keep`."""
         while self.max_tokens - self.num_tokens < count:
             oldest = next(iter(self._by_use), None)
             if oldest is None or oldest in keep:
@@ -138,7 +136,7 @@ class PrefixTree:
             if len(freed) > count:
                 self._free.append(freed[count:])
             count -= len(parts[-1])
-        parts.append(np.arange(self._num_ever, self._num_ever + count))  # none was freed: slots never given before
+        parts.append(np.arange(self._num_ever, self._num_ever + count))  # none was freed: use new slots
         self._num_ever += count
         return np.concatenate(parts)
 
@@ -151,11 +149,11 @@ class PrefixTree:
 
 
 class PrefixCache:
-    """Keys and values (and routes of experts) of the tokens of a `PrefixTree`, copied from and to rows of the cache.
+    """Storage of keys and values (and expert routes) of a `PrefixTree`, copied from and to rows of the cache.
 
     Args:
-        max_tokens: tokens that are kept at most; 0: none.
-        routes: rows of routes that go with those of `cache`; None: there are none.
+        max_tokens: capacity in tokens; 0: disabled.
+        routes: routes of the rows of `cache`; None: not recorded.
     """
 
     def __init__(self, cache: SlotCache, max_tokens: int, routes: RouteTable | None = None):
@@ -170,19 +168,19 @@ class PrefixCache:
         return self.tree.max_tokens > 0
 
     def clear(self) -> None:
-        """Forget all prefixes: the weights have changed."""
+        """Remove all prefixes, after a weight change."""
         self.tree.clear()
 
     def release(self) -> None:
-        """Forget all prefixes, and give the memory back."""
+        """Remove all prefixes and free the memory."""
         self.clear()
         self._tensors, self._kept_routes = [], np.empty(0, np.uint8)
 
     def load(self, rows: Sequence[int], slots: Sequence[np.ndarray]) -> None:
-        """Copy prefixes, found by `tree.match` since the last `store`, to the beginning of rows of the cache."""
+        """Copy prefixes, found by `tree.match` since the last `store`, to the start of cache rows."""
         if not any(map(len, slots)):
             return
-        row, position, slot = _flat(rows, [0] * len(rows), slots)
+        row, position, slot = _flatten_positions(rows, [0] * len(rows), slots)
         to_row, to_position, from_slot = self._on_device(row, position, slot)
         for own, tensor in zip(self._tensors, self._cache.tensors(), strict=True):
             tensor[to_row, :, to_position] = own[from_slot]
@@ -190,12 +188,12 @@ class PrefixCache:
             self._routes.array[row, position] = self._kept_routes[slot]
 
     def store(self, rows: Sequence[int], tokens: Sequence[np.ndarray], adapters: Sequence[int]) -> None:
-        """Keep what rows of the cache hold for `tokens`, with which they begin."""
+        """Store the contents of cache rows that begin with `tokens`."""
         found = [self.tree.insert(*sequence) for sequence in zip(tokens, adapters, strict=True)]
         if not any(len(slots) for _, slots in found):
             return
-        row, position, slot = _flat(rows, [known for known, _ in found], [slots for _, slots in found])
-        # A sequence may have given way to a later one of this call: a slot belongs to the last that got it.
+        row, position, slot = _flatten_positions(rows, [known for known, _ in found], [slots for _, slots in found])
+        # A sequence may have been evicted by a later one of this call: the last owner of a slot counts.
         last = len(slot) - 1 - np.unique(slot[::-1], return_index=True)[1]
         row, position, slot = row[last], position[last], slot[last]
         held = self._cache.tensors()
@@ -203,7 +201,7 @@ class PrefixCache:
             self._tensors = [tensor.new_empty(0, tensor.shape[1], tensor.shape[3]) for tensor in held]
         self._grow(int(slot[-1]) + 1)
         from_row, from_position, to_slot = self._on_device(row, position, slot)
-        is_one_range = slot[-1] - slot[0] + 1 == len(slot)  # as long as nothing was evicted
+        is_one_range = slot[-1] - slot[0] + 1 == len(slot)  # if nothing was evicted
         for own, tensor in zip(self._tensors, held, strict=True):
             if is_one_range:
                 _gather(tensor, from_row, from_position, own[slot[0] : slot[-1] + 1])
@@ -220,7 +218,7 @@ class PrefixCache:
         size = len(self._tensors[0])
         if num_tokens > size:
             size = min(self.tree.max_tokens, max(_FIRST_TOKENS, 1 << (num_tokens - 1).bit_length()))
-            for index, tensor in enumerate(self._tensors):  # one at a time: not all of it is there twice
+            for index, tensor in enumerate(self._tensors):  # one at a time, to bound the temporary memory
                 self._tensors[index] = tensor.new_empty(size, *tensor.shape[1:])
                 self._tensors[index][: len(tensor)] = tensor
         if self._routes is not None and len(self._kept_routes) < size:
@@ -232,17 +230,18 @@ class PrefixCache:
 
 def _gather(held: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, target: torch.Tensor) -> None:
     """Copy tokens from rows of the cache [rows, heads, length, width] to `target` [tokens, heads, width], in one pass
-    over whole vectors (indexing makes a copy between)."""
+    over full vectors (indexing would make an intermediate copy).
+    """
     _, num_heads, length, width = held.shape
     heads = torch.arange(num_heads, device=held.device)
     places = (rows[:, None] * num_heads + heads) * length + positions[:, None]
     torch.index_select(held.view(-1, width), 0, places.flatten(), out=target.view(-1, width))
 
 
-def _flat(
+def _flatten_positions(
     rows: Sequence[int], starts: Sequence[int], slots: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return row, position and slot of every token, where row i has `slots[i]` from position `starts[i]` on."""
+    """Return row, position and slot of every token; row i has `slots[i]` from position `starts[i]` on."""
     lengths = [len(each) for each in slots]
     positions = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
     return np.repeat(np.array(rows, np.int64), lengths), np.concatenate(positions), np.concatenate(slots)

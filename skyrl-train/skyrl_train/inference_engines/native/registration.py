@@ -1,4 +1,4 @@
-"""Declaration of the native engine: transformers models in our own loop, in one process."""
+"""Registration of the native engine: transformers models in an in-process generation loop."""
 
 import inspect
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _check_model(generator: GeneratorConfig) -> None:
-    """Raise ConfigError on an unknown keyword, or a model that this engine cannot compute."""
+    """Raise ConfigError for an unknown keyword or an unsupported model."""
     from transformers import AutoConfig
 
     from skyrl_train.inference_engines.native.architecture import check_architecture
@@ -35,7 +35,7 @@ def _check_keywords(keywords: Iterable[str]) -> None:
             raise ConfigError(f"generator.engine_init_kwargs.{name} is no keyword of the native engine; {hint}")
 
 
-def _keywords(cfg: "SkyRLConfig", _device: str) -> dict[str, Any]:
+def _build_keywords(cfg: "SkyRLConfig", _device: str) -> dict[str, Any]:
     generator = cfg.generator
     return dict(
         enable_prefix_caching=generator.enable_prefix_caching,
@@ -61,7 +61,7 @@ def _keywords(cfg: "SkyRLConfig", _device: str) -> dict[str, Any]:
         output_layer_adapters=True,
         expert_routes=True,
         kept_tokens=True,
-        keywords=_keywords,
+        keywords=_build_keywords,
         check_model=_check_model,
     ),
 )

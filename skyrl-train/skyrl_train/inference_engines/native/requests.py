@@ -1,4 +1,4 @@
-"""Requests of the native engine, and their sampling settings, checked at the entrance."""
+"""Requests of the native engine, and their validated sampling settings."""
 
 import math
 import numbers
@@ -10,22 +10,22 @@ import numpy as np
 
 from skyrl_gym.suggestions import did_you_mean
 from skyrl_train.inference_engines.constraints import Constraint
-from skyrl_train.inference_engines.native.sampling import random_key
+from skyrl_train.inference_engines.native.sampling import compute_random_key
 from skyrl_train.inference_engines.native.stop_strings import Decode
-from skyrl_train.inference_engines.request import Completion, OnTokens, SamplingKeywords, top_log_probs_of
+from skyrl_train.inference_engines.request import Completion, OnTokens, SamplingKeywords, build_top_log_probs
 
-if TYPE_CHECKING:  # servers and other engines read requests without them
+if TYPE_CHECKING:  # not needed by servers and other engines that read requests
     from skyrl_train.inference_engines.native.constrained import AnswerMatcher
     from skyrl_train.inference_engines.native.lora import Lora
 
 SeedPair = tuple[int, int]
-"""Seed and index: requests of one seed differ by their index."""
+"""Seed and index; the index distinguishes requests with the same seed."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
 
 MAX_TOP = 20
-"""Likeliest tokens that may be asked for in the place of each token of an answer."""
+"""Maximum number of most likely tokens to return at each position."""
 
 MAX_BIAS = 100.0
 
@@ -35,10 +35,10 @@ NO_LORA = -1
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSamplingParams:
-    """The engine's keywords, checked. `from_dict` makes them from outside text."""
+    """Validated sampling settings; built from keywords by `from_dict`."""
 
     max_tokens: int | None = None
-    """New tokens at most; None: until the context is full."""
+    """Maximum number of new tokens; None: until the context is full."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -47,63 +47,65 @@ class EngineSamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
-    """Taken from the logit of a token for each time that it stands in the answer."""
+    """Subtracted from the logit of a token for each occurrence in the completion."""
     presence_penalty: float = 0.0
-    """Taken from the logit of a token that stands in the answer."""
+    """Subtracted once from the logit of a token that occurs in the completion."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Tokens, and what is added to their logits."""
+    """Token ids and values added to their logits."""
     constraint: Constraint | None = None
-    """Schema or grammar of the whole answer."""
+    """Schema or grammar of the entire completion."""
     num_answer_tokens: int = 0
-    """Tokens at the end of the prompt that belong to the answer, which `constraint`, `frequency_penalty` and
-    `presence_penalty` are about."""
+    """Number of tokens at the end of the prompt that belong to the completion, for `constraint`, `frequency_penalty`
+    and `presence_penalty`.
+    """
     stop: tuple[str, ...] = ()
-    """Texts that end the answer; they stay in it."""
+    """Texts that end the completion; they stay in it."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    """Number of tokens before which neither stop tokens (they cannot be drawn) nor stop strings end the response."""
+    """Minimum number of tokens before stop tokens (which are masked) or stop strings may end the completion."""
     seed: int | None = None
     logprobs: int | None = 0
-    """0: the chosen token's log-prob. K: besides, those of the K likeliest tokens in its place. None: none."""
+    """0: log-prob of the sampled token. K: also of the K most likely tokens at its position. None: no log-probs."""
     prompt_logprobs: int | None = None
-    """0: the log-prob of every token of the prompt but the first. K: besides, the K likeliest in its place. None:
-    none."""
+    """0: log-prob of every prompt token but the first. K: also of the K most likely tokens at its position. None: no
+    log-probs.
+    """
     skip_special_tokens: bool = True
-    """Leave special tokens out of the response text; ids always hold them."""
+    """Omit special tokens from the response text; ids always include them."""
     return_kept_tokens: bool = False
-    """Return with each token those that truncation kept, and the log-prob over these. `top_k` bounds their number."""
+    """Return with each token the tokens kept by truncation, and the log-prob over them. `top_k` bounds their number."""
 
     def __post_init__(self) -> None:
-        self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None")
-        self._require("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a positive number")
-        self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
-        self._require("top_k", self.top_k >= -1, "-1 or 0 (off), or at least 1")
-        self._require("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
-        self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number; 1 is off")
-        self._require("min_tokens", self.min_tokens >= 0, "at least 0")
-        self._require("stop", all(self.stop), "without empty strings")
+        self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None")
+        self._check("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a positive number")
+        self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._check("top_k", self.top_k >= -1, "-1 or 0 (off), or at least 1")
+        self._check("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
+        self._check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number; 1 is off")
+        self._check("min_tokens", self.min_tokens >= 0, "at least 0")
+        self._check("stop", all(self.stop), "without empty strings")
         for name in ("frequency_penalty", "presence_penalty"):
-            self._require(name, -2 <= getattr(self, name) <= 2, "from -2 to 2; 0 is off")
+            self._check(name, -2 <= getattr(self, name) <= 2, "from -2 to 2; 0 is off")
         biased = all(abs(value) <= MAX_BIAS for _, value in self.logit_bias)  # false for NaN
-        self._require("logit_bias", biased, f"token ids with values from -{MAX_BIAS:g} to {MAX_BIAS:g}")
-        self._require("num_answer_tokens", self.num_answer_tokens >= 0, "at least 0")
+        self._check("logit_bias", biased, f"token ids with values from -{MAX_BIAS:g} to {MAX_BIAS:g}")
+        self._check("num_answer_tokens", self.num_answer_tokens >= 0, "at least 0")
         most = MAX_TOP if self.logprobs is None else self.logprobs
-        self._require("logprobs", 0 <= most <= MAX_TOP, f"0 (the token's own), up to {MAX_TOP} likeliest, or None")
+        self._check("logprobs", 0 <= most <= MAX_TOP, f"0 (the token's own), up to {MAX_TOP} likeliest, or None")
         top = self.prompt_logprobs
-        self._require("prompt_logprobs", top is None or top >= 0, "0, a number of likeliest words, or None")
+        self._check("prompt_logprobs", top is None or top >= 0, "0, a number of likeliest words, or None")
         if self.return_kept_tokens:
-            self._require("top_k", self.top_k >= 1, "at least 1 with return_kept_tokens, whose sets it bounds")
-            self._require("temperature", not self.is_greedy, "above 0 with return_kept_tokens: nothing is drawn at 0")
+            self._check("top_k", self.top_k >= 1, "at least 1 with return_kept_tokens, whose sets it bounds")
+            self._check("temperature", not self.is_greedy, "above 0 with return_kept_tokens: nothing is drawn at 0")
             penalty = self.repetition_penalty
-            self._require("repetition_penalty", penalty == 1, "1 with return_kept_tokens: it changes kept logits")
+            self._check("repetition_penalty", penalty == 1, "1 with return_kept_tokens: it changes kept logits")
             for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
-                self._require(name, not getattr(self, name), "left out with return_kept_tokens: it changes kept logits")
-            self._require("logprobs", not self.logprobs, "0 or None with return_kept_tokens")
+                self._check(name, not getattr(self, name), "left out with return_kept_tokens: it changes kept logits")
+            self._check("logprobs", not self.logprobs, "0 or None with return_kept_tokens")
         if self.max_tokens is not None:
-            self._require("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
+            self._check("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
 
-    def _require(self, name: str, holds: bool, rule: str) -> None:
+    def _check(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
             raise ValueError(f"sampling parameter {name} must be {rule}; got {getattr(self, name)!r}")
 
@@ -118,85 +120,88 @@ class EngineSamplingParams:
 
     @property
     def depends_on_answer(self) -> bool:
-        """True if a token depends on which tokens before it are the answer's. Such an answer is continued by engines
-        that take `num_answer_tokens` alone; others generate it anew."""
+        """True if a token depends on which earlier tokens belong to the completion. Only engines that support
+        `num_answer_tokens` can continue such a completion; others restart it.
+        """
         return self.constraint is not None or self.has_penalties
 
     @classmethod
     def from_dict(cls, given: SamplingKeywords | None) -> "EngineSamplingParams":
-        """Check the engines' keywords. `stop` may be one string.
+        """Parse and validate engine keywords. `stop` may be one string.
 
         Raises:
             ValueError: an unknown keyword, a wrong type or a value out of range; names the keyword, value and rule.
         """
         values = dict(given or {})
         for name, value in values.items():
-            values[name] = _checked(name, value)
+            values[name] = _check_request(name, value)
         return cls(**values)
 
 
-def _number(value: object) -> float | None:
+def _parse_number(value: object) -> float | None:
     return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
 
 
-def _integer(value: object) -> int | None:
+def _parse_integer(value: object) -> int | None:
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
 
 
-def _boolean(value: object) -> bool | None:
+def _parse_boolean(value: object) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-def _texts(value: object) -> tuple[str, ...] | None:
+def _parse_texts(value: object) -> tuple[str, ...] | None:
     if isinstance(value, str):
         return (value,)
     texts = tuple(value) if isinstance(value, list | tuple) else None
     return texts if texts is not None and all(isinstance(text, str) for text in texts) else None
 
 
-def _integers(value: object) -> tuple[int, ...] | None:
-    ids = tuple(map(_integer, value)) if isinstance(value, list | tuple) else (None,)
+def _parse_integers(value: object) -> tuple[int, ...] | None:
+    ids = tuple(map(_parse_integer, value)) if isinstance(value, list | tuple) else (None,)
     return None if None in ids else ids  # pyright: ignore[reportReturnType]
 
 
-def _biases(value: object) -> tuple[tuple[int, float], ...] | None:
+def _parse_biases(value: object) -> tuple[tuple[int, float], ...] | None:
     if not isinstance(value, Mapping | tuple | list):
         return None
     pairs = list(value.items()) if isinstance(value, Mapping) else list(value)
     read = [
-        (_integer(pair[0]), _number(pair[1])) for pair in pairs if isinstance(pair, tuple | list) and len(pair) == 2
+        (_parse_integer(pair[0]), _parse_number(pair[1]))
+        for pair in pairs
+        if isinstance(pair, tuple | list) and len(pair) == 2
     ]
     checked = [(token, bias) for token, bias in read if token is not None and bias is not None]
     return tuple(checked) if len(checked) == len(pairs) else None
 
 
 _KINDS = {
-    "max_tokens": (_integer, "an integer"),
-    "temperature": (_number, "a number"),
-    "top_p": (_number, "a number"),
-    "top_k": (_integer, "an integer"),
-    "min_p": (_number, "a number"),
-    "repetition_penalty": (_number, "a number"),
-    "frequency_penalty": (_number, "a number"),
-    "presence_penalty": (_number, "a number"),
-    "logit_bias": (_biases, "numbers by token id"),
-    "constraint": (Constraint.of, "a JSON schema or a grammar"),
-    "num_answer_tokens": (_integer, "an integer"),
-    "stop": (_texts, "a string or a list of strings"),
-    "stop_token_ids": (_integers, "a list of integers"),
-    "ignore_eos": (_boolean, "true or false"),
-    "min_tokens": (_integer, "an integer"),
-    "seed": (_integer, "an integer"),
-    "logprobs": (_integer, "an integer"),
-    "prompt_logprobs": (_integer, "an integer"),
-    "skip_special_tokens": (_boolean, "true or false"),
-    "return_kept_tokens": (_boolean, "true or false"),
+    "max_tokens": (_parse_integer, "an integer"),
+    "temperature": (_parse_number, "a number"),
+    "top_p": (_parse_number, "a number"),
+    "top_k": (_parse_integer, "an integer"),
+    "min_p": (_parse_number, "a number"),
+    "repetition_penalty": (_parse_number, "a number"),
+    "frequency_penalty": (_parse_number, "a number"),
+    "presence_penalty": (_parse_number, "a number"),
+    "logit_bias": (_parse_biases, "numbers by token id"),
+    "constraint": (Constraint.parse, "a JSON schema or a grammar"),
+    "num_answer_tokens": (_parse_integer, "an integer"),
+    "stop": (_parse_texts, "a string or a list of strings"),
+    "stop_token_ids": (_parse_integers, "a list of integers"),
+    "ignore_eos": (_parse_boolean, "true or false"),
+    "min_tokens": (_parse_integer, "an integer"),
+    "seed": (_parse_integer, "an integer"),
+    "logprobs": (_parse_integer, "an integer"),
+    "prompt_logprobs": (_parse_integer, "an integer"),
+    "skip_special_tokens": (_parse_boolean, "true or false"),
+    "return_kept_tokens": (_parse_boolean, "true or false"),
 }
 _NONE_IS_DEFAULT = {"stop": (), "stop_token_ids": (), "logit_bias": ()}
 _MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "constraint")
 
 
-def _checked(name: str, value: object) -> object:
+def _check_request(name: str, value: object) -> object:
     if name not in _KINDS:
         hint = did_you_mean(name, _KINDS)
         raise ValueError(f"unknown sampling parameter {name}={value!r}; {hint}")
@@ -215,7 +220,7 @@ def split_seed(given: SamplingKeywords) -> tuple[EngineSamplingParams, SeedPair 
     """Check the sampling settings of a request, whose `seed` may be a number or a [seed, index] pair.
 
     Returns:
-        the settings, and the pair: None if no seed was given.
+        the settings, and the pair (None without a seed).
 
     Raises:
         ValueError: an unknown keyword, or a value out of range.
@@ -224,7 +229,7 @@ def split_seed(given: SamplingKeywords) -> tuple[EngineSamplingParams, SeedPair 
     if not isinstance(pair, list | tuple):
         params = EngineSamplingParams.from_dict(given)
         return params, None if params.seed is None else (params.seed, 0)
-    numbers_of_pair = _integers(pair)
+    numbers_of_pair = _parse_integers(pair)
     if numbers_of_pair is None or len(numbers_of_pair) != 2:
         raise ValueError(f"sampling parameter seed must be an integer or a [seed, index] pair; got {pair!r}")
     seed, index = numbers_of_pair
@@ -237,7 +242,7 @@ def select_requested(
     decode: Callable[[list[int], bool], str],
     count_cached_tokens: bool = False,
 ) -> Completion:
-    """Return a completion with its text and only what `params` ask for.
+    """Return a completion with its text and only the values requested by `params`.
 
     Args:
         decode: (token ids, skip special tokens) -> text.
@@ -247,10 +252,10 @@ def select_requested(
         completion,
         text=decode(completion.token_ids, params.skip_special_tokens),
         log_probs=None if params.logprobs is None else completion.log_probs,
-        top=(completion.top or top_log_probs_of([], params.logprobs)) if params.logprobs else None,
+        top=(completion.top or build_top_log_probs([], params.logprobs)) if params.logprobs else None,
         prompt_log_probs=None if params.prompt_logprobs is None else completion.prompt_log_probs or [],
-        # A prompt of one token has no place that was scored.
-        prompt_top=(completion.prompt_top or top_log_probs_of([], num_top)) if num_top else None,
+        # A prompt of one token has no scored position.
+        prompt_top=(completion.prompt_top or build_top_log_probs([], num_top)) if num_top else None,
         num_cached_prompt_tokens=completion.num_cached_prompt_tokens if count_cached_tokens else None,
         drafts=completion.drafts if count_cached_tokens else None,
     )
@@ -258,24 +263,24 @@ def select_requested(
 
 @dataclass(frozen=True, kw_only=True)
 class PromptScoring:
-    """Settings of the log-probs of a prompt's tokens."""
+    """Settings of prompt scoring."""
 
     temperature: float = 1.0
     num_top: int = 0
-    """Likeliest tokens of every place, beside the one that stands there."""
+    """Number of most likely tokens per position, in addition to the prompt's own token."""
     targets: tuple[np.ndarray, np.ndarray] | None = field(default=None, compare=False)
-    """Further tokens to score, C of them: their places in the prompt but one (0 for the second token), in order, and
-    their ids; [C] int64 each."""
+    """C additional tokens to score: ascending positions, counted from the second prompt token, and ids; [C] int64 each.
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class PromptScores:
-    """Log-probs of every prompt token but the first, and of the likeliest tokens in its place."""
+    """Log-probs of every prompt token but the first, and of the most likely tokens at its position."""
 
     log_probs: np.ndarray
     """[P - 1] float32"""
     top_ids: np.ndarray
-    """[P - 1, k] int64, likeliest first"""
+    """[P - 1, k] int64, most likely first"""
     top_log_probs: np.ndarray
     """[P - 1, k] float32"""
     target_log_probs: np.ndarray
@@ -288,13 +293,13 @@ class Request:
 
     Args:
         prompt: [P] token ids, int64
-        seed: (seed, index); a token's random number is made of them and its position
-        lora: the adapter that answers
-        scoring: of its prompt; None: as `params.prompt_logprobs` says, at the temperature of the answer
-        group: whose it is: groups share the engine fairly (`waiting.py`). None: of nobody in particular
-        decode: the text that stop strings are looked for in; None: the engine's, without special tokens
-        matcher: state of `params.constraint`, behind the tokens of the answer that the prompt ends with
-        on_tokens: called in the engine's thread with new tokens, but for the last ones
+        seed: (seed, index); a token's random number is derived from them and its position
+        lora: adapter that generates the completion
+        scoring: scoring of the prompt; None: according to `params.prompt_logprobs`, at the completion's temperature
+        group: fair-scheduling group (`waiting.py`); None: no group
+        decode: token ids to the text that is searched for stop strings; None: the engine's, without special tokens
+        matcher: state of `params.constraint` after the completion's tokens at the end of the prompt
+        on_tokens: called in the engine's thread with new tokens, except the last ones
     """
 
     prompt: np.ndarray
@@ -307,14 +312,14 @@ class Request:
     matcher: "AnswerMatcher | None" = None
     on_tokens: OnTokens | None = None
     num_handed_out: int = field(default=0, init=False)
-    """Tokens that `on_tokens` got."""
+    """Number of tokens sent to `on_tokens`."""
     prompt_scores: PromptScores | None = field(default=None, init=False)
-    """Result of `scoring`, once the prompt is computed."""
+    """Result of `scoring`, set when the prompt is computed."""
     num_chunked: int = field(default=0, init=False)
-    """Tokens of the prompt that were computed while it waited, in parts."""
+    """Number of prompt tokens computed in chunks while it waited."""
     key: np.uint64 = field(init=False)
     prefix: bytes = field(init=False, repr=False)
-    """The prompt but for its last token: what is computed before the first decoding step, and may be shared."""
+    """Prompt without its last token: the part that is computed before the first decoding step and can be shared."""
 
     def __post_init__(self) -> None:
         if (self.matcher is None) != (self.params.constraint is None):
@@ -324,7 +329,7 @@ class Request:
                 f"sampling parameter num_answer_tokens={self.params.num_answer_tokens} must be at most the "
                 f"{len(self.prompt)} tokens of the prompt, whose last ones it counts"
             )
-        self.key = random_key(*self.seed)
+        self.key = compute_random_key(*self.seed)
         self.prefix = self.prompt[:-1].tobytes()
         if self.scoring is None and self.params.prompt_logprobs is not None:
             temperature = 1.0 if self.params.is_greedy else self.params.temperature
@@ -332,7 +337,7 @@ class Request:
 
     @property
     def lora_serial(self) -> int:
-        """Serial of the adapter that computes its keys and values from now on; 0: none."""
+        """Serial of the adapter that computes further keys and values; 0: none."""
         return 0 if self.lora is None else self.lora.serial
 
     @property

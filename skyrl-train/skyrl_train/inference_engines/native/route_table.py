@@ -1,6 +1,6 @@
-"""Routes of the running requests: the experts that each of their tokens went to, in step with the rows of the cache.
+"""Expert routes of the tokens of running requests, in the same rows as the cache.
 
-Shapes: n rows of a pass, T tokens of each, L layers with a router, k experts of each token.
+Shapes: n rows of a pass, T tokens of each, L layers with a router, k experts per token.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from skyrl_train.models.routing_replay import RoutingReplay
 
 
 class RouteTable:
-    """Routes by row and position. A row knows those of all its tokens but the last, which no pass has computed yet.
+    """Routes by row and position. A row has the routes of all its tokens but the last, which is not computed yet.
 
     Args:
         shape: L and k.
@@ -25,13 +25,13 @@ class RouteTable:
         self._routes = np.zeros((0, 0, *shape), dtype)
 
     def reserve(self, num_rows: int, length: int) -> None:
-        """Make the table large enough. It grows in powers of two, so that few passes copy it."""
+        """Grow the table if needed, in powers of two, so that it is rarely copied."""
         rows, columns = self._routes.shape[:2]
         if num_rows <= rows and length <= columns:
             return
         size = (
-            (_power_of_two(num_rows) if num_rows > rows else rows),
-            (_power_of_two(length) if length > columns else columns),
+            (_round_up_to_power_of_two(num_rows) if num_rows > rows else rows),
+            (_round_up_to_power_of_two(length) if length > columns else columns),
         )
         grown = np.zeros((*size, *self._shape), self._routes.dtype)
         grown[:rows, :columns] = self._routes
@@ -41,7 +41,7 @@ class RouteTable:
         """Store the routes of positions `starts[i]` to `ends[i]` of `rows[i]`.
 
         Args:
-            routes: [n T, L, k] of a pass over rows of equal length, which may be padded behind.
+            routes: [n T, L, k] of a pass over rows of equal length, possibly padded at the end.
         """
         by_row = routes.reshape(len(rows), -1, *self._shape)
         for row, start, end, own in zip(rows, starts, ends, by_row, strict=True):
@@ -63,10 +63,10 @@ class RouteTable:
 
     @property
     def array(self) -> np.ndarray:
-        """[rows, length, L, k], as large as `reserve` made it."""
+        """[rows, length, L, k], as allocated by `reserve`."""
         return self._routes
 
-    def of_row(self, row: int, length: int) -> ExpertRoutes:
+    def get_row(self, row: int, length: int) -> ExpertRoutes:
         """Return the routes of the first positions of a row."""
         return ExpertRoutes(self._routes[row, :length].copy())
 
@@ -75,11 +75,11 @@ class RouteTable:
         self._routes = np.zeros((0, 0, *self._shape), self._routes.dtype)
 
 
-def route_table(routing: RoutingReplay) -> RouteTable:
-    """Make an empty table for a mixture's routes."""
+def build_route_table(routing: RoutingReplay) -> RouteTable:
+    """Build an empty table for a mixture's routes."""
     dtype = torch.empty(0, dtype=route_dtype(routing.shape.num_experts)).numpy().dtype
     return RouteTable((routing.shape.num_layers, routing.shape.num_chosen), dtype)
 
 
-def _power_of_two(count: int) -> int:
+def _round_up_to_power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()

@@ -1,10 +1,10 @@
-"""Sampling of tokens from logits: temperature, penalties, truncation, one uniform number a token. Pure functions.
+"""Sampling of tokens from logits: temperature, penalties, truncation, one uniform number per token. Pure functions.
 
 Dimensions: B rows, V vocabulary, P tokens of a row so far, S stop tokens of a row.
 
 A request's randomness is a counter, not a state: the uniform for the token at position p of the sequence (prompt
-included) depends on (seed, index, p) alone. Whatever else runs, the request draws the same numbers, and one that was
-aborted after k tokens goes on where it stopped when it is sent again with those k tokens behind its prompt.
+included) depends on (seed, index, p) alone. The numbers do not depend on other requests, and a request aborted after k
+tokens continues exactly when it is sent again with these k tokens after its prompt.
 """
 
 import math
@@ -16,13 +16,16 @@ import torch
 
 _CDF_BLOCK = 256
 _PART = 2**19
-"""Logits whose rows are sampled together on a CPU, about. Parts use the same memory one after the other: fresh memory
-for all rows of a large vocabulary takes longer than what is computed in it."""
-_ONE_MINUS = 1 - 1e-15  # the largest fraction of a total mass that a uniform may point at
+"""Approximate number of logits sampled together on a CPU. Parts reuse the same memory: allocating memory for all rows
+of a large vocabulary takes longer than the computation.
+"""
+_ONE_MINUS = 1 - 1e-15  # largest fraction of the total mass that a uniform may select
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014): a bijection whose output bits look independent."""
+def _mix_bits(values: np.ndarray) -> np.ndarray:
+    """Apply the output function of SplitMix64 (Steele, Lea, Flood 2014): a bijection with independent-looking output
+    bits.
+    """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -31,20 +34,20 @@ def _mix(values: np.ndarray) -> np.ndarray:
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def random_key(seed: int, index: int) -> np.uint64:
-    """The 64-bit key of a request's random numbers."""
+def compute_random_key(seed: int, index: int) -> np.uint64:
+    """Compute the 64-bit key of a request's random numbers."""
     words = np.array([seed % 2**64, index % 2**64], dtype=np.uint64)
-    return _mix(_mix(words[:1] + _GOLDEN) ^ (words[1:] * _GOLDEN + _GOLDEN))[0]
+    return _mix_bits(_mix_bits(words[:1] + _GOLDEN) ^ (words[1:] * _GOLDEN + _GOLDEN))[0]
 
 
-def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """[B] numbers in [0, 1), one for each key (uint64) at its position."""
-    return (_mix(_mix(keys + positions.astype(np.uint64) * _GOLDEN)) >> np.uint64(11)) * 2.0**-53
+def compute_uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Compute numbers [B] in [0, 1), one for each key (uint64) at its position."""
+    return (_mix_bits(_mix_bits(keys + positions.astype(np.uint64) * _GOLDEN)) >> np.uint64(11)) * 2.0**-53
 
 
 @dataclass(kw_only=True)
 class SamplingBatch:
-    """Sampling settings of B rows as tensors; None where no row asks for it, so that nothing is computed for it."""
+    """Sampling settings of B rows as tensors; None if no row uses a setting, so that it costs nothing."""
 
     temperature: torch.Tensor
     """[B], 0 is greedy."""
@@ -55,13 +58,13 @@ class SamplingBatch:
     """V where off."""
     min_p: torch.Tensor | None = None
     truncated: torch.Tensor | None = None
-    """Rows that `top_p`, `top_k` and `min_p` belong to, so that the others pay nothing; None: all B."""
+    """Rows of `top_p`, `top_k` and `min_p`, so that the others cost nothing; None: all B."""
     repetition_penalty: torch.Tensor | None = None
     recorded: torch.Tensor | None = None
-    """Rows whose kept tokens are returned, and whose log-probs are over these; None: no row."""
+    """Rows that return kept tokens and log-probs over them; None: no row."""
 
-    def repeated(self, rows: torch.Tensor) -> "SamplingBatch":
-        """Return the settings of these rows [N], ascending; a row may come several times."""
+    def select_rows(self, rows: torch.Tensor) -> "SamplingBatch":
+        """Select the settings of these rows [N], ascending; a row may occur several times."""
         own, truncated, recorded = rows, None, None
         if self.truncated is not None:
             truncated = torch.isin(rows, self.truncated).nonzero()[:, 0]
@@ -85,21 +88,21 @@ class SamplingBatch:
 
 
 class Draw(NamedTuple):
-    """Tokens of B rows, drawn at one step."""
+    """Sampled tokens of B rows in one step."""
 
     tokens: torch.Tensor
     """[B]"""
     log_probs: torch.Tensor
     """[B]"""
     kept: torch.Tensor | None
-    """[recorded rows, V] bool, the tokens that could have been drawn; None: no row is recorded."""
+    """[recorded rows, V] bool, the tokens with nonzero probability; None: no row is recorded."""
     top_ids: torch.Tensor | None = None
     top_log_probs: torch.Tensor | None = None
-    """[B, K], the likeliest tokens of the distribution of `log_probs`; None: not asked for."""
+    """[B, K], the most likely tokens of the distribution of `log_probs`; None: not requested."""
 
 
 class Biases(NamedTuple):
-    """Numbers to add to logits, one each for [N] pairs of row and token."""
+    """Values to add to logits at [N] pairs of row and token."""
 
     rows: torch.Tensor
     tokens: torch.Tensor
@@ -111,7 +114,7 @@ def apply_repetition_penalty(logits: torch.Tensor, tokens: torch.Tensor, penalty
 
     Args:
         logits: [B, V]
-        tokens: [B, P], prompt and response; padded with any token of the row itself
+        tokens: [B, P], prompt and completion; padded with any token of the row
         penalty: [B], 1 is off
     """
     seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device).scatter_(1, tokens, True)
@@ -120,11 +123,11 @@ def apply_repetition_penalty(logits: torch.Tensor, tokens: torch.Tensor, penalty
 
 
 def truncate(probabilities: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Set to zero what min-p, top-k and top-p leave out, in this order; the rest is not renormalised. Of rows that
-    belong to the settings of `batch`: all, or the `truncated` ones.
+    """Zero the probabilities excluded by min-p, top-k and top-p, in this order, without renormalization. Rows must
+    match the settings of `batch`: all, or the `truncated` ones.
 
-    min-p drops tokens below min_p times the likeliest; top-k keeps the k likeliest (and those equal to the k-th); top-p
-    keeps the smallest set of the likeliest whose share of what is left by then reaches top_p.
+    min-p drops tokens below min_p times the maximum; top-k keeps the k most likely (and ties with the k-th); top-p
+    keeps the smallest set of most likely tokens with at least fraction top_p of the remaining mass.
 
     Args:
         probabilities: [B, V]
@@ -140,17 +143,17 @@ def truncate(probabilities: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         probabilities = probabilities.masked_fill(probabilities < floor, 0)
         ordered = ordered.masked_fill(ordered < floor, 0)
     if batch.top_p is not None:
-        before = ordered.double().cumsum(-1) - ordered  # mass of the likelier tokens
+        before = ordered.double().cumsum(-1) - ordered  # mass of more likely tokens
         kept = before < batch.top_p[:, None] * ordered.double().sum(-1, keepdim=True)
         floor = ordered.masked_fill(~kept, math.inf).amin(-1, keepdim=True)
         probabilities = probabilities.masked_fill(probabilities < floor, 0)
     return probabilities
 
 
-def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The token at which the running sum of `weights` first exceeds `uniform` times their total.
+def sample_by_inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Sample the token at which the cumulative sum of `weights` first exceeds `uniform` times their total.
 
-    Sums over blocks, then within one block: one pass over the vocabulary, and double precision where it counts.
+    Sums over blocks, then within one block: one pass over the vocabulary, and double precision where needed.
 
     Args:
         weights: [B, V], not negative, not necessarily summing to 1
@@ -180,19 +183,19 @@ def sample(
     forbidden: torch.Tensor | None = None,
     num_top: int = 0,
 ) -> Draw:
-    """One token a row, and its log-prob.
+    """Sample one token per row, with its log-prob.
 
     Args:
         logits: [B, V], float32
         uniform: [B], float64; not needed if every row is greedy
-        tokens: [B, P], what repetition penalties look at; needed if there is one
+        tokens: [B, P], for repetition penalties; required if a row has one
         biases: added after repetition penalties, before the temperature
-        forbidden: [B, V], True on tokens that may not be chosen now
+        forbidden: [B, V], True at tokens that must not be sampled
         num_top: K
     Returns:
         tokens [B], and log softmax(logits / temperature) at them (temperature 1 where greedy), taken before penalties,
-        biases, truncation and `forbidden`. Of recorded rows (none of them greedy): the distribution that was drawn
-        from, over the kept tokens alone.
+        biases, truncation and `forbidden`. For recorded rows (never greedy): the sampling distribution over the kept
+        tokens.
     """
     rows_of_part = max(1, _PART // logits.shape[1])
     is_plain = tokens is None and biases is None and forbidden is None and batch.recorded is None and not num_top
@@ -218,13 +221,13 @@ def sample(
         else:
             probabilities[batch.truncated] = truncate(probabilities[batch.truncated], batch)
         kept = None if batch.recorded is None else probabilities[batch.recorded] > 0
-        drawn = inverse_cdf(probabilities, uniform)
+        drawn = sample_by_inverse_cdf(probabilities, uniform)
         chosen = drawn if chosen is None else torch.where(batch.temperature > 0, drawn, chosen)
     assert chosen is not None
     of_chosen = log_probs.gather(1, chosen[:, None])[:, 0]
     if kept is not None:
         rows = batch.recorded
-        # Normalized as the trainer does it, by kept logits: a quotient of probabilities would round otherwise.
+        # Normalized over kept logits like in the trainer: a quotient of probabilities would round differently.
         own = (adjusted[rows] / divisor[rows, None]).masked_fill_(~kept, -math.inf).log_softmax(-1)
         of_chosen[rows] = own.gather(1, chosen[rows, None])[:, 0]
     if not num_top:
@@ -234,9 +237,9 @@ def sample(
 
 
 def _sample_in_parts(logits: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor | None, rows: int) -> Draw:
-    """`sample` for a number of rows at a time, whose tensors stay in the processor's cache."""
+    """Sample in chunks of rows with tensors that fit the processor's cache."""
     draws = [
-        sample(logits[part], batch.repeated(part), None if uniform is None else uniform[part])
+        sample(logits[part], batch.select_rows(part), None if uniform is None else uniform[part])
         for part in torch.arange(len(logits)).split(rows)
     ]
     return Draw(torch.cat([draw.tokens for draw in draws]), torch.cat([draw.log_probs for draw in draws]), None)

@@ -1,12 +1,12 @@
-"""Draft tokens for speculative decoding, by prompt lookup, and which of them an answer keeps.
+"""Draft tokens for speculative decoding by prompt lookup, and their acceptance.
 
-Drafts are verified by drawing: the model computes the logits behind all drafts of a row in one pass, and a token is
-drawn at each place with the random number that decoding one by one would use there. Drafts are kept as long as they are
-the tokens drawn, and the first that is not gives way to the token drawn. So an answer does not depend on its drafts,
-and a draft x is accepted with probability p(x), as in speculative sampling (Leviathan et al. 2023) with drafts that
-are certain.
+Drafts are verified by sampling: the model computes the logits after all drafts of a row in one pass, and a token is
+    sampled at each position with the random number of sequential decoding. Drafts are accepted as long as they equal
+    the sampled tokens; the first mismatch is replaced by the sampled token. A completion thus does not depend on its
+    drafts, and a draft x is accepted with probability p(x), as in speculative sampling (Leviathan et al. 2023) with
+    deterministic drafts.
 
-Dimensions: n rows, N tokens drawn: those of row 0 by position, then those of row 1, …
+Dimensions: n rows, N sampled tokens: row 0 by position, then row 1, …
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_NGRAM, MAX_NGRAM = 2, 8
-"""Tokens at the end of an answer that must have stood before for a draft, and those that are compared at most."""
+"""Minimum and maximum length of the suffix that must have occurred before."""
 
 
-def look_up(tokens: np.ndarray, num: int) -> np.ndarray:
-    """Return `num` draft tokens: what followed the longest suffix of `tokens` where it stood last, from there on
-    periodic. None at all if fewer than `MIN_NGRAM` tokens stood before (prompt lookup decoding, Saxena 2023).
+def find_drafts(tokens: np.ndarray, num: int) -> np.ndarray:
+    """Return `num` draft tokens: the tokens after the last earlier occurrence of the longest suffix of `tokens`,
+    continued periodically. Empty if fewer than `MIN_NGRAM` tokens match (prompt lookup decoding, Saxena 2023).
 
     Args:
-        tokens: [L], the prompt and the answer so far
+        tokens: [L], the prompt and the completion so far
     """
     ends = np.flatnonzero(tokens[:-1] == tokens[-1])
     size = min(1, len(ends))
@@ -40,32 +40,32 @@ def look_up(tokens: np.ndarray, num: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Places:
-    """Places at which tokens are drawn at one step: behind a row's tokens, and behind each of its drafts.
+    """Positions at which a step samples tokens: after a row's tokens, and after each of its drafts.
 
     Args:
         rows: [N], ascending
-        offsets: [N], number of drafts before the place
+        offsets: [N], number of drafts before the position
     """
 
     rows: np.ndarray
     offsets: np.ndarray
 
     @classmethod
-    def of(cls, drafts: Sequence[np.ndarray]) -> "Places":
-        """Return the places of rows with these drafts."""
+    def from_drafts(cls, drafts: Sequence[np.ndarray]) -> "Places":
+        """Build the positions of rows with these drafts."""
         sizes = np.array([len(own) + 1 for own in drafts])
         rows = np.repeat(np.arange(len(drafts)), sizes)
         return cls(rows, np.arange(len(rows)) - np.repeat(sizes.cumsum() - sizes, sizes))
 
-    def accepted(self, drafts: Sequence[np.ndarray], tokens: np.ndarray) -> np.ndarray:
-        """Return [N] True at places before which all drafts of the row are the tokens drawn.
+    def compute_accepted(self, drafts: Sequence[np.ndarray], tokens: np.ndarray) -> np.ndarray:
+        """Return [N], True at positions where all earlier drafts of the row equal the sampled tokens.
 
         Args:
-            tokens: [N], those drawn
+            tokens: [N], sampled tokens
         """
         is_next = self.offsets > 0
         agrees = np.ones(len(tokens), np.bool_)
         agrees[is_next] = tokens[np.flatnonzero(is_next) - 1] == np.concatenate([tokens[:0], *drafts])
-        # Of a row, places behind its first disagreement: those whose running number of disagreements has grown.
+        # Positions after a row's first mismatch: the cumulative number of mismatches has grown.
         missed = (~agrees).cumsum()
         return missed == missed[np.flatnonzero(~is_next)][self.rows]

@@ -6,13 +6,15 @@ Decode = Callable[[list[int]], str]
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8
-"""Tokens decoded before the new ones: decoders write a token differently at the start of a text (a dropped space)."""
+"""Number of context tokens decoded before the new ones: decoders treat a token differently at the start of a text
+(dropped space).
+"""
 
 
 class StopStringFinder:
     """Finder of the token that completes a stop string. Decodes a few tokens at a time, not the whole text.
 
-    A token that leaves a character unfinished (byte-level tokens) is looked at again with the next one.
+    A token that leaves a character incomplete (byte-level tokens) is decoded again with the next one.
     """
 
     def __init__(self, stop: tuple[str, ...], decode: Decode):
@@ -24,7 +26,7 @@ class StopStringFinder:
         self._num_read = 0
 
     def push(self, token: int) -> bool:
-        """Take the next token of the response; True if its text completes a stop string."""
+        """Add the next token of the completion. Returns whether its text completes a stop string."""
         self._tokens.append(token)
         known = self._decode(self._tokens[: self._num_read])
         text = self._decode(self._tokens)

@@ -1,46 +1,46 @@
-"""A trial of a model that was just loaded: a few tokens, compared with the model's own forward.
+"""Trial of a loaded model: generate a few tokens and compare with the model's own forward.
 
-Attention and cache are ours, so a model with a part that they leave out would fail at the first request, or write
-answers of another model without a sign.
+Attention and cache are reimplemented, so a model with an unsupported part would fail at the first request, or silently
+generate wrong completions.
 """
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_train.inference_engines.native.architecture import unfit
+from skyrl_train.inference_engines.native.architecture import build_unfit_error
 from skyrl_train.inference_engines.native.attention import ATTENTION_NAME
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 
 _PROMPT_TOKENS, _NEW_TOKENS = 40, 3
 _STEP = 7919
-"""A prime: the prompt's tokens lie all over the vocabulary."""
+"""A prime, so that the prompt's tokens cover the entire vocabulary."""
 
 _TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.2}
-"""Nats, mean over the new tokens: kernels of one number differ by less."""
+"""Nats, mean over the new tokens: rounding differences between kernels are smaller."""
 
 
 def check_generation(core: NativeEngineCore, model_path: str) -> None:
-    """Generate a few tokens from a prompt of any tokens. Only while nothing runs.
+    """Check generation of a few tokens from an arbitrary prompt. Only while nothing runs.
 
     Raises:
-        ConfigError: the model cannot be computed here, or its log-probs are not those of its own forward.
+        ConfigError: the model cannot be computed, or its log-probs differ from its own forward.
     """
     try:
-        problem = _difference(core)
+        problem = _find_difference(core)
     except NotImplementedError as error:
         problem = str(error)
-    except Exception as error:  # whatever a model's code raises where our attention or cache took the place of its own
+    except Exception as error:  # a model may raise any error when its attention or cache is replaced
         problem = f"{type(error).__name__}: {error}"
     if problem is not None:
-        raise unfit(core.model.config, model_path, problem)
+        raise build_unfit_error(core.model.config, model_path, problem)
     core.release_cache()
     core.num_prompt_tokens_computed = 0
 
 
-def _difference(core: NativeEngineCore) -> str | None:
-    """Generate a few tokens, and describe the error in their log-probs; None if there is none."""
+def _find_difference(core: NativeEngineCore) -> str | None:
+    """Generate a few tokens, and describe the error of their log-probs; None if they are correct."""
     length = min(_PROMPT_TOKENS, core.max_model_len - 1)
     prompt = core.check_prompt((np.arange(1, length + 1) * _STEP % core.vocabulary).tolist())
     request = Request(prompt, EngineSamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True), (0, 0))
@@ -48,10 +48,10 @@ def _difference(core: NativeEngineCore) -> str | None:
     while not (outcomes := core.step()):
         pass
     completion = outcomes[request]
-    if isinstance(completion, Exception):  # weights hold NaN: requests will fail, and an update may repair it
+    if isinstance(completion, Exception):  # weights with NaN: requests will fail, and an update may fix it
         return None
     ids = torch.tensor([*prompt.tolist(), *completion.token_ids], device=core.model.device)
-    expected = _own_log_probs(core.model, ids)[-len(completion.token_ids) :]
+    expected = _compute_transformers_log_probs(core.model, ids)[-len(completion.token_ids) :]
     difference = (torch.tensor(completion.log_probs) - expected).abs().mean().item()
     tolerance = _TOLERANCE[core.model.dtype]
     if difference <= tolerance:
@@ -60,8 +60,8 @@ def _difference(core: NativeEngineCore) -> str | None:
 
 
 @torch.inference_mode()
-def _own_log_probs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Compute the log-prob of every token [L] but the first, [L - 1], by transformers' attention, without our cache."""
+def _compute_transformers_log_probs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Compute the log-prob of every token [L] but the first, [L - 1], by transformers' attention, without a cache."""
     model.set_attn_implementation("eager")
     try:
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]

@@ -1,9 +1,8 @@
-"""Requests that wait for a row: in the order of their arrival within a group, and the groups in turn.
+"""Queue of requests waiting for a row: first come, first served within a group, round robin over groups.
 
-A group (a tenant of a server, say) may hold at most `GREED` times as many rows as are free. So rows are never all taken
-by groups that came first: with n groups that want more than they get, 1 / (1 + GREED n) of the rows stay free for the
-next one (a dynamic threshold, as switches share their buffers by: Choudhury and Hahne 1998). Requests of no group take
-every row there is.
+A group (for example a tenant of a server) may hold at most `GREED` times the number of free rows, so early groups never
+take all rows: with n saturating groups, 1 / (1 + GREED n) of the rows stay free for the next one (dynamic thresholds,
+as in shared switch buffers: Choudhury and Hahne 1998). Requests without a group may use every row.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -15,7 +14,7 @@ GREED = 3
 
 
 class Waiting:
-    """The requests that wait, and how many rows each group holds."""
+    """Waiting requests, and the number of rows of each group."""
 
     def __init__(self):
         self._queues: OrderedDict[str | None, deque[Request]] = OrderedDict()
@@ -29,8 +28,8 @@ class Waiting:
         self._queues.setdefault(request.group, deque()).append(request)
         self._count += 1
 
-    def next(self, num_free: int) -> Request | None:
-        """The request whose turn it is, given so many free rows; it keeps waiting until it is taken."""
+    def get_next(self, num_free: int) -> Request | None:
+        """Return the next request given the number of free rows; it stays queued until `take`."""
         if num_free:
             for group, queue in self._queues.items():
                 if group is None or self._running[group] < GREED * num_free:
@@ -38,7 +37,7 @@ class Waiting:
         return None
 
     def take(self, request: Request) -> None:
-        """The request that `next` named gets a row; its group is the last in turn now."""
+        """Give a row to the request returned by `get_next`; its group moves to the end of the round."""
         queue = self._queues[request.group]
         queue.popleft()
         self._queues.move_to_end(request.group)
@@ -47,14 +46,14 @@ class Waiting:
         self._running[request.group] += 1
         self._count -= 1
 
-    def give_back(self, request: Request) -> None:
-        """A request's row is free again."""
+    def release_row(self, request: Request) -> None:
+        """Release the row of a request."""
         self._running[request.group] -= 1
         if not self._running[request.group]:
             del self._running[request.group]
 
     def remove(self, chosen: Callable[[Request], bool]) -> list[Request]:
-        """Take out those that are chosen, without a row."""
+        """Remove and return the selected waiting requests."""
         removed = [request for queue in self._queues.values() for request in queue if chosen(request)]
         for group, queue in list(self._queues.items()):
             kept = deque(request for request in queue if not chosen(request))

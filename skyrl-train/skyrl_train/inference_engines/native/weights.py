@@ -1,11 +1,11 @@
-"""The engine's parameters: updated in place, put to sleep, fingerprinted. Knows nothing of requests and threads."""
+"""Parameters of the engine: in-place updates, sleep and fingerprints. Independent of requests and threads."""
 
 import time
 
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.inference_engines.native.packed_linear import drop_packed, pack_linears, stale_copies
+from skyrl_train.inference_engines.native.packed_linear import drop_packed, find_stale_copies, pack_linears
 from skyrl_train.models.persistent_buffers import iter_persistent_buffers
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import Verification, VerificationSample, fingerprints_of, num_bytes_read
@@ -13,15 +13,14 @@ from skyrl_train.weight_sync.receiver import WeightReceiver
 
 
 class EngineWeights:
-    """A model's named parameters and their way in. Tied parameters have one name, as `named_parameters` gives it.
-    Buffers that checkpoints hold, such as routing biases, are parameters here.
+    """Named parameters of a model and their updates. Tied parameters have one name, the one of `named_parameters`.
+    Buffers in checkpoints, such as routing biases, count as parameters.
 
-    Buckets are written in place, so an update that fails after its first bucket leaves half of the weights new. Nothing
-    is generated then until an update has brought those parameters again.
+    Buckets are written in place, so an update that fails after its first bucket leaves mixed weights. Generation then
+    stops until an update has sent these parameters again.
 
     Args:
-        update_timeout_seconds: how long an update may stay open. While it is, the weights are half old, half new, and
-            nothing is generated.
+        update_timeout_seconds: maximum duration of an update. During it, weights are mixed and nothing is generated.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device, update_timeout_seconds: float):
@@ -49,24 +48,24 @@ class EngineWeights:
 
     @property
     def updating(self) -> bool:
-        """True between the first bucket of an update and its end; after one that failed half-way, until the next."""
+        """True between the first bucket of an update and its end, or after a failed update until the next."""
         return self._update_deadline is not None
 
     @property
     def complete(self) -> bool:
-        """False after a sleep of level 2 or half an update, until every parameter concerned came in again."""
+        """False after a level-2 sleep or a partial update, until all affected parameters are received."""
         return self._complete
 
     @property
     def verification(self) -> Verification:
-        """Share of a tensor that its fingerprint reads, as the trainer asked when it connected."""
+        """Fraction of a tensor read by its fingerprint, as set by the trainer on connecting."""
         return self._init_info.verification
 
-    def seconds_left(self) -> float | None:
-        """Return the time until the open update is given up; None if no update is open.
+    def get_seconds_left(self) -> float | None:
+        """Return the time until the open update times out; None if no update is open.
 
         Raises:
-            WeightSyncError: the time is over.
+            WeightSyncError: the update timed out.
         """
         if self._update_deadline is None:
             return None
@@ -79,7 +78,7 @@ class EngineWeights:
         return left
 
     def connect(self, init_info: WeightSyncInitInfo) -> None:
-        """Meet the trainer, whose first update brings every parameter; a former connection is closed."""
+        """Connect to the trainer, replacing a former connection. The first update must contain every parameter."""
         self.close()
         self._receiver = WeightReceiver(init_info, self._device)
         self._init_info = init_info
@@ -87,23 +86,24 @@ class EngineWeights:
             self._owed, self._because = set(self._parameters), "a trainer's first update brings all of them"
 
     def update(self, request: WeightUpdateRequest) -> None:
-        """Copy one bucket into the parameters, converting to their dtype; copy nothing if a name or shape is wrong.
+        """Copy one bucket into the parameters with dtype conversion; nothing is copied if a name or shape is wrong.
 
         Raises:
-            WeightSyncError: no connection, sleeping weights, an unknown name, a wrong shape, bytes that do not fit.
+            WeightSyncError: no connection, sleeping weights, an unknown name, a wrong shape, or a wrong number of
+                bytes.
         """
-        receiver = self._connected()
+        receiver = self._get_connection()
         if self._asleep:
             raise WeightSyncError("weights arrived while the engine's weights sleep; call wake_up(['weights']) first")
         if request.index == 0 and self._written:
-            self._give_up("a new update began before it was finished")
+            self._cancel_update("a new update began before it was finished")
         self._update_deadline = time.monotonic() + self._update_timeout
         try:
             received = receiver.receive(request)
             for name, tensor in received:
                 self._check(name, tensor)
         except WeightSyncError as error:
-            self._give_up(str(error))
+            self._cancel_update(str(error))
             raise
         with torch.inference_mode():
             for name, tensor in received:
@@ -112,14 +112,14 @@ class EngineWeights:
                 self._owed.discard(name)
 
     def finish_update(self, version: int) -> WeightReport:
-        """End the update; report the parameters that it brought, as they are now.
+        """Finish the update, and report the current values of the received parameters.
 
         Raises:
-            WeightSyncError: buckets are missing, or parameters that had to come (all in a first update or after a sleep
-                of level 2, those of an update that failed) did not.
+            WeightSyncError: missing buckets or required parameters (all in a first update or after a level-2 sleep; the
+                affected ones after a failed update).
         """
         try:
-            self._connected().finish(version)
+            self._get_connection().finish(version)
             if self._owed:
                 names = ", ".join(sorted(self._owed)[:3])
                 raise WeightSyncError(
@@ -127,20 +127,20 @@ class EngineWeights:
                     "send the whole model"
                 )
         except WeightSyncError as error:
-            self._give_up(str(error))
+            self._cancel_update(str(error))
             raise
         pack_linears(self._model)
-        report = self._report(version)
+        report = self._build_report(version)
         self._written.clear()
         self._update_deadline, self._complete, self._failure = None, True, ""
         return report
 
-    def _report(self, version: int) -> WeightReport:
+    def _build_report(self, version: int) -> WeightReport:
         if self.verification == "off":
             return WeightReport(version=version, fingerprints={})
         held = [(name, parameter) for name, parameter in self._parameters.items() if name in self._written]
         with torch.inference_mode():
-            stale = stale_copies(self._model, VerificationSample(version, self.verification))
+            stale = find_stale_copies(self._model, VerificationSample(version, self.verification))
         return WeightReport(
             version=version,
             fingerprints=fingerprints_of(held, version, self.verification),
@@ -150,7 +150,7 @@ class EngineWeights:
         )
 
     def sleep(self, level: int) -> None:
-        """1: to host memory (where they stay if they are there). 2: dropped."""
+        """Release the parameters: level 1 moves them to host memory (if not there yet), level 2 drops them."""
         for parameter in self._parameters.values():
             if level == 1:
                 parameter.data = parameter.data.to("cpu")
@@ -162,7 +162,7 @@ class EngineWeights:
         self._asleep = True
 
     def wake_up(self) -> None:
-        """Memory for the parameters on the engine's device again, with their values after a sleep of level 1."""
+        """Allocate the parameters on the engine's device, with their values after a level-1 sleep."""
         for name, parameter in self._parameters.items():
             if not parameter.numel():
                 parameter.data = torch.zeros(self._shapes[name], dtype=parameter.dtype, device=self._device)
@@ -175,13 +175,13 @@ class EngineWeights:
             self._receiver.close()
             self._receiver = None
 
-    def _connected(self) -> WeightReceiver:
+    def _get_connection(self) -> WeightReceiver:
         if self._receiver is None:
             raise WeightSyncError("weights arrived before init_weight_update_communicator was called")
         return self._receiver
 
-    def _give_up(self, why: str) -> None:
-        """End an update that failed. If nothing was written yet, the weights are as before."""
+    def _cancel_update(self, why: str) -> None:
+        """Cancel a failed update. If nothing was written yet, the weights are unchanged."""
         if self._written:
             self._owed |= self._written
             self._because, self._complete = f"they are half of an update that failed ({why})", False

@@ -1,4 +1,4 @@
-"""Check of a server at the start: model, vocabulary and context must be those that the trainer needs."""
+"""Startup check of a server: model, vocabulary and context must match the trainer."""
 
 from pathlib import PurePosixPath
 
@@ -14,10 +14,10 @@ _MOST_SPECIAL_TOKENS = 64
 
 
 def check_server(engine: RemoteInferenceEngine, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The server serves the trainer's model, with its vocabulary and tokenizer.
+    """Check that the server serves the trainer's model, with its vocabulary and tokenizer.
 
     Raises:
-        ConfigError: it does not; the text has the setting, the URL, both values and the command that starts it right.
+        ConfigError: it does not; names the setting, the URL, both values and the correct start command.
     """
     _check_name(engine)
     run_to_end(_check_contents(engine, tokenizer))
@@ -30,11 +30,11 @@ async def _check_contents(engine: RemoteInferenceEngine, tokenizer: PreTrainedTo
 
 
 def _check_name(engine: RemoteInferenceEngine) -> None:
-    ours = _last_part(engine.model_name)
-    if ours not in {_last_part(name) for name in engine.served_names}:
+    ours = _get_last_path_part(engine.model_name)
+    if ours not in {_get_last_path_part(name) for name in engine.served_names}:
         raise ConfigError(
             f"{_SETTING}: the server at {engine.url} serves {', '.join(engine.served_names)}; generator.model_name is "
-            f"{engine.model_name}. Start it with that model (or name it so: --served-model-name):\n{_command(engine)}"
+            f"{engine.model_name}. Start it with that model (or set --served-model-name):\n{_suggest_command(engine)}"
         )
 
 
@@ -42,13 +42,13 @@ async def _check_vocabulary(engine: RemoteInferenceEngine) -> None:
     try:
         config = AutoConfig.from_pretrained(engine.model_name, trust_remote_code=True).get_text_config()
     except (OSError, ValueError):
-        return  # the trainer itself will say that it finds no model
+        return  # the trainer itself reports a missing model
     info = await engine.describe()
     if info.vocab_size != config.vocab_size:
         raise ConfigError(
             f"{_SETTING}: the server at {engine.url} takes token ids below {info.vocab_size}; the vocabulary of "
             f"{engine.model_name} has {config.vocab_size}: another model under this name? Start it with:\n"
-            f"{_command(engine)}"
+            f"{_suggest_command(engine)}"
         )
 
 
@@ -60,19 +60,19 @@ async def _check_tokenizer(engine: RemoteInferenceEngine, tokenizer: PreTrainedT
         if ours != theirs:
             raise ConfigError(
                 f"{_SETTING}: the tokenizer of the server at {engine.url} is not that of {engine.model_name}: {text!r} "
-                f"is {_some(theirs)} there and {_some(ours)} here. Start it with the trainer's model folder, or with "
-                f"{engine.protocol.tokenizer_option} of its tokenizer:\n{_command(engine)}"
+                f"is {_list_some(theirs)} there and {_list_some(ours)} here. Start it with the trainer's folder, or "
+                f"{engine.protocol.tokenizer_option} of its tokenizer:\n{_suggest_command(engine)}"
             )
 
 
-def _last_part(name: str) -> str:
-    """Return the last part of a path or hub name: a model has different folders on different machines."""
+def _get_last_path_part(name: str) -> str:
+    """Return the last part of a path or hub name, since a model's folder differs between machines."""
     return PurePosixPath(name.rstrip("/")).name.lower()
 
 
-def _command(engine: RemoteInferenceEngine) -> str:
+def _suggest_command(engine: RemoteInferenceEngine) -> str:
     return engine.protocol.start_command(engine.model_name, engine.url)
 
 
-def _some(ids: list[int]) -> str:
+def _list_some(ids: list[int]) -> str:
     return f"[{', '.join(map(str, ids[:8]))}{', ...' if len(ids) > 8 else ''}]"

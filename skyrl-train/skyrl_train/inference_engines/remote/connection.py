@@ -1,8 +1,8 @@
-"""Talking HTTP to a server started elsewhere: every call has a deadline, every failure names the server.
+"""HTTP connection to an external server: every call has a deadline, every failure names the server.
 
-A connection is used once. Answers take seconds, so there is nothing to win by keeping connections, and one that is kept
-may be dropped by the server (uvicorn does after 5 s) at the moment it is used again: was the request computed or not?
-It also makes a connection usable from any event loop.
+TCP connections are not reused. Requests take seconds, so reuse would not help, and the server may close an idle
+connection (uvicorn after 5 s) just when it is used again, leaving unknown whether the request was computed. It also
+makes the connection usable from any event loop.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ _MOST_TEXT_SHOWN = 600
 
 
 class ServerError(WorkerError):
-    """The server answered with an error status.
+    """Error status from the server.
 
     Args:
-        url, path: what was asked
-        status: HTTP's
-        said: the server's words
+        url, path: requested URL
+        status: HTTP status
+        said: error text of the server
     """
 
     def __init__(self, url: str, path: str, status: int, said: str):
@@ -41,10 +41,10 @@ class ServerError(WorkerError):
 
 
 class ServerRefused(ServerError):
-    """The request is to blame: a status from 400 to 499."""
+    """The request is invalid: a status from 400 to 499."""
 
 
-def _no_entry(url: str, said: str, has_key: bool) -> ConfigError:
+def _build_unreachable_error(url: str, said: str, has_key: bool) -> ConfigError:
     sent = "does not take the key that it was sent" if has_key else "asks for a key, and none is set"
     return ConfigError(
         f"the server at {url} {sent} (status 401: {said}). Put its key into a file and give the path as "
@@ -52,11 +52,11 @@ def _no_entry(url: str, said: str, has_key: bool) -> ConfigError:
     )
 
 
-def server_url(url: str) -> str:
-    """`host:port` or a URL, as a URL without a slash at its end.
+def normalize_server_url(url: str) -> str:
+    """Convert `host:port` or a URL to a URL without a trailing slash.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: neither of both.
     """
     full = url if "://" in url else f"http://{url}"
     try:
@@ -71,12 +71,12 @@ def server_url(url: str) -> str:
 
 
 class ServerConnection:
-    """One server.
+    """Connection to one server.
 
     Args:
         url: `host:port` or a URL
-        timeout_seconds: the deadline of a call that names none
-        timeout_setting: the setting it comes from, for the error's text
+        timeout_seconds: default deadline of a call
+        timeout_setting: name of its setting, for errors
         api_key: sent with every request
     """
 
@@ -87,7 +87,7 @@ class ServerConnection:
         timeout_setting: str = "generator.engine_control_timeout_seconds",
         api_key: SecretStr | None = None,
     ):
-        self.url = server_url(url)
+        self.url = normalize_server_url(url)
         self._api_key = api_key
         self._timeout_seconds = timeout_seconds
         self._timeout_setting = timeout_setting
@@ -107,11 +107,11 @@ class ServerConnection:
         timeout_seconds: float | None = None,
         timeout_setting: str | None = None,
     ) -> Any:
-        """The answer: what its JSON says, or its text.
+        """Send a POST request. Returns the parsed JSON of the response, or its text.
 
         Raises:
-            ServerError: the server answered with an error status (`ServerRefused`: one below 500).
-            WorkerError: it cannot be reached, ended in mid-request, or did not answer in time.
+            ServerError: the server returned an error status (`ServerRefused`: below 500).
+            WorkerError: unreachable, disconnected during the request, or timed out.
         """
         return await self._call("POST", path, body or {}, params or {}, timeout_seconds, timeout_setting)
 
@@ -128,7 +128,7 @@ class ServerConnection:
         try:
             with waiting(f"the reply to {method} {path}", on=self.url, deadline=seconds):
                 async with asyncio.timeout(seconds):
-                    response = await self._begin(method, path, body, params)
+                    response = await self._send(method, path, body, params)
         except TimeoutError:
             late = (
                 f"the server at {self.url} did not answer {method} {path} within {seconds:g} s "
@@ -146,23 +146,23 @@ class ServerConnection:
                 f"({error or type(error).__name__}): did it die?"
             ) from None
         if response.status_code == 401:
-            raise _no_entry(self.url, _error_text(response), self._api_key is not None)
+            raise _build_unreachable_error(self.url, _extract_error_text(response), self._api_key is not None)
         if response.status_code >= 400:
             kind = ServerRefused if response.status_code < 500 else ServerError
-            raise kind(self.url, path, response.status_code, _error_text(response))
+            raise kind(self.url, path, response.status_code, _extract_error_text(response))
         try:
             return response.json()
         except ValueError:
             return response.text
 
-    async def _begin(
+    async def _send(
         self, method: str, path: str, body: Mapping[str, object] | None, params: Mapping[str, Any]
     ) -> httpx.Response:
-        """Send a request that `shut` can end."""
+        """Send a request that `shut` can cancel."""
         closed = WorkerError(f"the connection to the server at {self.url} is closed")
         if self._shut:
             raise closed
-        call = asyncio.ensure_future(self._client().request(method, self.url + path, json=body, params=params))
+        call = asyncio.ensure_future(self._get_client().request(method, self.url + path, json=body, params=params))
         self._calls.add(call)
         try:
             return await call
@@ -173,43 +173,43 @@ class ServerConnection:
         finally:
             self._calls.discard(call)
 
-    def _client(self) -> httpx.AsyncClient:
+    def _get_client(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
             self._clients[loop] = httpx.AsyncClient(
-                transport=httpx.AsyncHTTPTransport(retries=1, limits=limits),  # retries connecting, nothing else
+                transport=httpx.AsyncHTTPTransport(retries=1, limits=limits),  # retries connecting only
                 timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
-                headers=self._key_header(),
+                headers=self._build_key_header(),
             )
         return self._clients[loop]
 
-    def _key_header(self) -> dict[str, str]:
+    def _build_key_header(self) -> dict[str, str]:
         return {} if self._api_key is None else {"Authorization": f"Bearer {self._api_key.get_secret_value()}"}
 
-    async def asks_for_key(self, path: str) -> bool:
-        """Return whether `path` is closed to a request without a key."""
+    async def check_key_required(self, path: str) -> bool:
+        """Return whether `path` rejects a request without a key."""
         async with httpx.AsyncClient(timeout=_CONNECT_SECONDS) as stranger:
             with suppress(httpx.TransportError):
                 return (await stranger.get(self.url + path)).status_code in (401, 403)
         return True
 
     async def shut(self) -> None:
-        """End every call under way, and let no other begin."""
+        """Cancel all calls in flight, and reject later ones."""
         self._shut = True
         for call in self._calls:
             call.cancel()
         await self.close()
 
     async def close(self) -> None:
-        """Forget what belongs to this event loop."""
+        """Close the client of this event loop."""
         client = self._clients.pop(asyncio.get_running_loop(), None)
         if client is not None:
             await client.aclose()
 
 
-def _error_text(response: httpx.Response) -> str:
-    """Return the text of a server's refusal, in any of the usual shapes."""
+def _extract_error_text(response: httpx.Response) -> str:
+    """Extract the error text of a server in any of the usual formats."""
     try:
         said = response.json()
     except ValueError:
@@ -221,6 +221,6 @@ def _error_text(response: httpx.Response) -> str:
 
 
 def run_to_end(call: Coroutine[None, None, T]) -> T:
-    """The answer of a coroutine, for callers that are not asynchronous; also where an event loop runs already."""
+    """Run a coroutine from synchronous code, also if an event loop is already running."""
     with ThreadPoolExecutor(1, thread_name_prefix="remote-engine") as thread:
         return thread.submit(asyncio.run, call).result()

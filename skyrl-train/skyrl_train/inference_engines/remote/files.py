@@ -1,4 +1,4 @@
-"""Weights and adapters as files, for servers that have nothing of ours in them: they load the files themselves."""
+"""Weights and adapters as files, for servers without our worker extension, which load the files themselves."""
 
 from pathlib import Path
 
@@ -11,12 +11,13 @@ from skyrl_train.weight_sync.receiver import WeightReceiver
 
 
 class CheckpointFiles:
-    """The files of an update, read here as well: the fingerprints are of what the server is told to load.
+    """Checkpoint files of an update. They are also read here, so the fingerprints describe the files, not the server's
+    memory.
 
     Args:
-        info: must say `checkpoint`, `full`.
-        url: the server's, for the error's text.
-        instead: how the server must be started to take weights in another way.
+        info: must specify `checkpoint`, `full`.
+        url: URL of the server, for errors.
+        instead: how to start the server for other transports.
     """
 
     def __init__(self, info: WeightSyncInitInfo, url: str, instead: str):
@@ -38,7 +39,7 @@ class CheckpointFiles:
         self._fingerprints |= fingerprints_of(bucket, request.version, self._verification)
 
     def finish(self, version: int) -> tuple[Path, WeightReport]:
-        """The folder to load, and a report of what is in it: nothing is read of what the server makes of it."""
+        """Return the folder to load, and a report of its contents. The server's memory is not read."""
         self._receiver.finish(version)
         if self._folder is None:
             raise WeightSyncError(f"the update to version {version} has no files")
@@ -46,11 +47,11 @@ class CheckpointFiles:
         return self._folder, report
 
 
-def adapter_fingerprints(path: str, version: int, verification: Verification = "sampled") -> dict[str, int]:
+def compute_adapter_fingerprints(path: str, version: int, verification: Verification = "sampled") -> dict[str, int]:
     """Compute fingerprints of the tensors in an adapter's file, by their names there.
 
     Raises:
-        WeightSyncError: the folder holds no adapter.
+        WeightSyncError: no adapter in the folder.
     """
     from safetensors.torch import load_file
 

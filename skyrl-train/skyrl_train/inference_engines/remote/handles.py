@@ -1,4 +1,4 @@
-"""The weight sender's handles on servers, in the policy's process: from URLs alone, since that is what can travel."""
+"""Handles of servers for the weight sender in the policy's process, built from picklable URLs."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -13,7 +13,7 @@ from skyrl_train.weight_sync.base import EngineHandles
 
 
 class RemoteEngines(EngineHandles):
-    """All engines. Can be pickled; connects when first used, from an event loop in a thread of its own.
+    """All remote engines. Picklable; connects on first use, from an event loop in a dedicated thread.
 
     Args:
         engines: `RemoteInferenceEngine`s.
@@ -45,16 +45,16 @@ class RemoteEngines(EngineHandles):
             self._engines = [connect() for connect in self._connect]
             self._loop = LoopThread("remote-engines")
         engine = self._engines[index]
-        return self._loop.submit(_named(engine, getattr(engine, method.__name__), args))
+        return self._loop.submit(_name_handles(engine, getattr(engine, method.__name__), args))
 
     def wait(self, calls: list["Future[Any]"]) -> list[Any]:
-        """Every call has the deadline of its engine. The first failure is raised when all have ended or failed."""
+        """Wait for calls, each with the deadline of its engine. The first failure is raised after all have ended."""
         failures: list[Exception] = []
         answers: list[Any] = []
         for call in calls:
             try:
                 answers.append(call.result())
-            except (SkyRLError, CancelledError) as error:  # those of the other engines must not be lost behind it
+            except (SkyRLError, CancelledError) as error:  # errors of other engines must not be lost
                 failures.append(error)
         if failures:
             raise failures[0]
@@ -66,7 +66,9 @@ class RemoteEngines(EngineHandles):
             self._loop = None
 
 
-async def _named(engine: RemoteInferenceEngine, call: Callable[..., Awaitable[Any]], args: Sequence[object]) -> Any:
+async def _name_handles(
+    engine: RemoteInferenceEngine, call: Callable[..., Awaitable[Any]], args: Sequence[object]
+) -> Any:
     try:
         return await call(*args)
     except SkyRLError:

@@ -1,7 +1,7 @@
-"""The door of a rollout server: ASGI middleware that asks every request for the shared key.
+"""ASGI middleware for rollout servers that requires the shared key on every request.
 
 vLLM's own `--api-key` leaves its control routes open (`/collective_rpc`, `/sleep`, `/pause`, …), which call any method
-of the workers. A server takes this class by `--middleware`; `skyrl_train.entrypoints.serve_vllm` gives it to vLLM.
+of the workers. Servers load this class with `--middleware`; `skyrl_train.entrypoints.serve_vllm` does so for vLLM.
 """
 
 import hmac
@@ -26,9 +26,7 @@ _WRONG_KEY = "the key is not the server's; send it as `Authorization: Bearer KEY
 
 
 class KeyGuard:
-    """Middleware that requires the key of the environment variable; without one, only clients on this machine are
-    admitted.
-    """
+    """Middleware that requires the key in the environment variable; without it, only local clients are admitted."""
 
     def __init__(self, app: "ASGIApp"):
         self.app = app
@@ -41,7 +39,7 @@ class KeyGuard:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await _refuse(send, _NO_KEY if self._expected is None else _WRONG_KEY)
+            await _build_refusal(send, _NO_KEY if self._expected is None else _WRONG_KEY)
 
     def _is_let_in(self, scope: "Scope") -> bool:
         if self._expected is None:
@@ -51,21 +49,21 @@ class KeyGuard:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address, or a name for it, is this machine's own."""
+    """Return whether an address or host name is loopback."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-def key_from_file(path: str, setting: str) -> str:
-    """The key that is the one line of a file.
+def read_key_file(path: str, setting: str) -> str:
+    """Read the key from the only line of a file.
 
     Args:
-        setting: what named the file.
+        setting: name of the setting with the path.
 
     Raises:
-        ConfigError: there is no such file, or no such line in it.
+        ConfigError: no such file, or not exactly one line.
     """
     try:
         words = Path(path).expanduser().read_text().split()
@@ -76,7 +74,7 @@ def key_from_file(path: str, setting: str) -> str:
     return words[0]
 
 
-async def _refuse(send: "Send", message: str) -> None:
+async def _build_refusal(send: "Send", message: str) -> None:
     body = json.dumps({"error": {"message": message, "type": "authentication_error", "code": "invalid_api_key"}})
     headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
     await send({"type": "http.response.start", "status": 401, "headers": headers})

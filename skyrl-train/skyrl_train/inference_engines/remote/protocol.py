@@ -1,4 +1,4 @@
-"""Interface between a remote engine and a kind of server; vLLM's and SGLang's are in files of their own."""
+"""Interface between a remote engine and a kind of server; implemented for vLLM and SGLang in separate files."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -20,22 +20,22 @@ NO_STREAMS = "this client asks servers for whole answers"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts:
-    """Facts that a server reports of itself."""
+    """Facts reported by a server."""
 
     info: EngineInfo
     names: tuple[str, ...]
-    """Names under which it serves its model."""
+    """Names of the served model."""
     prefix_caching: bool = True
 
 
 class ServerProtocol(ABC):
-    """One server's routes. Stateless but for what the server said of itself."""
+    """Routes of one server. Stateless except for the facts that the server reported."""
 
     tokenizer_option = "--tokenizer"
-    """Option of the server's command that names a tokenizer."""
+    """Command-line option of the server for the tokenizer."""
 
     aborts_while_paused = True
-    """True if an abort ends requests that a pause keeps. If not, they end one token after the resume."""
+    """True if an abort ends requests kept by a pause. If not, they end one token after the resume."""
 
     def __init__(self, connection: ServerConnection, request_timeout_seconds: float):
         self.server = connection
@@ -43,20 +43,20 @@ class ServerProtocol(ABC):
 
     @staticmethod
     @abstractmethod
-    def recognizes(said: Mapping[str, object]) -> bool:
-        """Return whether a server of this kind gave these answers at /version and /model_info."""
+    def is_served_by(said: Mapping[str, object]) -> bool:
+        """Return whether these responses of /version and /model_info come from this kind of server."""
 
     @staticmethod
     @abstractmethod
     def start_command(model: str, url: str) -> str:
-        """Return a command that starts such a server of `model` at `url`."""
+        """Return the command that starts a server of this kind with `model` at `url`."""
 
     @abstractmethod
-    async def facts(self) -> ServerFacts: ...
+    async def get_facts(self) -> ServerFacts: ...
 
     @abstractmethod
     async def check_health(self) -> None:
-        """Return when the server answers, however long it takes: the caller decides how long silence may last."""
+        """Return when the server responds. The caller sets the deadline."""
 
     @abstractmethod
     async def complete(
@@ -67,11 +67,11 @@ class ServerProtocol(ABC):
         adapter: str | None,
         cache_key: str,
     ) -> Completion:
-        """Continue one prompt.
+        """Generate one completion.
 
         Args:
             adapter: the adapter's name at the server.
-            cache_key: prefixes are shared with requests of the same key alone.
+            cache_key: prefixes are shared only between requests with the same key.
         """
 
     @abstractmethod
@@ -80,7 +80,7 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
-        """Requests that come later wait at the server."""
+        """Pause generation; later requests wait at the server."""
 
     @abstractmethod
     async def resume(self) -> None: ...
@@ -90,7 +90,7 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     async def abort(self) -> None:
-        """Every request at the server returns what it has."""
+        """Abort all requests at the server; each returns its tokens so far."""
 
     @abstractmethod
     async def sleep(self, level: int) -> None: ...
@@ -102,37 +102,37 @@ class ServerProtocol(ABC):
     async def reset_prefix_cache(self) -> None: ...
 
     @abstractmethod
-    async def weight_version(self) -> int: ...
+    async def get_weight_version(self) -> int: ...
 
     @abstractmethod
-    async def connect_weights(self, info: WeightSyncInitInfo) -> None: ...
+    async def init_weight_transfer(self, info: WeightSyncInitInfo) -> None: ...
 
     @abstractmethod
     async def update_weights(self, request: WeightUpdateRequest) -> None: ...
 
     @abstractmethod
-    async def finish_weights(self, version: int) -> WeightReport:
-        """Take on `version`."""
+    async def apply_weights(self, version: int) -> WeightReport:
+        """Apply the received weights as `version`."""
 
     @abstractmethod
     async def load_adapter(self, name: str, path: str, version: int) -> dict[str, int]:
-        """Load an adapter from a folder under this name. Returns the fingerprint of every tensor in its file: as the
-        server holds it where it can tell, else as it is in the file.
+        """Load an adapter from a folder under this name. Returns the fingerprint of every tensor in its file: of the
+        server's copy if it can report it, otherwise of the file.
 
         Raises:
-            WeightSyncError: the folder holds no adapter, or one that the server does not take.
+            WeightSyncError: no adapter in the folder, or rejected by the server.
         """
 
     @abstractmethod
     async def unload_adapter(self, name: str) -> None: ...
 
     @abstractmethod
-    async def adapters(self) -> list[str]:
-        """Names at the server."""
+    async def list_adapters(self) -> list[str]:
+        """List the adapters' names at the server."""
 
 
-def version_of(said: Any, url: str) -> int:
-    """Our number from a server's word for its weights' version; `default` is what both kinds start with."""
+def parse_version(said: Any, url: str) -> int:
+    """Parse a server's weight version; both kinds start with `default`."""
     if said in (None, "default"):
         return 0
     try:
@@ -144,19 +144,19 @@ def version_of(said: Any, url: str) -> int:
         ) from None
 
 
-def versions_of(spans: list[JsonObject] | None, num_tokens: int, url: str) -> list[int]:
-    """Each token's version from `[{version, start, end}]`."""
-    versions = [version_of(span["version"], url) for span in spans or [] for _ in range(span["start"], span["end"])]
+def parse_token_versions(spans: list[JsonObject] | None, num_tokens: int, url: str) -> list[int]:
+    """Parse `[{version, start, end}]` to one version per token."""
+    versions = [parse_version(span["version"], url) for span in spans or [] for _ in range(span["start"], span["end"])]
     if len(versions) != num_tokens:
         raise WorkerError(f"the server at {url} gave versions for {len(versions)} of {num_tokens} tokens")
     return versions
 
 
-def vocabulary_of(model: str, url: str) -> int:
-    """Read the vocabulary size from the config of the server's model, which must be readable here.
+def read_vocab_size(model: str, url: str) -> int:
+    """Read the vocabulary size from the config of the server's model, which must be readable locally.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: not readable.
     """
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=True).get_text_config().vocab_size

@@ -1,4 +1,4 @@
-"""Counts of the requests that a server runs, on the side of the remote engine."""
+"""Client-side count of a server's running requests."""
 
 import asyncio
 from collections import Counter
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class RunningRequests:
-    """The requests that were sent to the server and are not answered, by adapter."""
+    """Number of requests in flight at the server, by adapter."""
 
     def __init__(self) -> None:
         self._counts: Counter[str | None] = Counter()
@@ -17,7 +17,7 @@ class RunningRequests:
         return self._counts.total()
 
     @contextmanager
-    def one_more(self, adapter: str | None) -> Iterator[None]:
+    def count_request(self, adapter: str | None) -> Iterator[None]:
         self._counts[adapter] += 1
         try:
             yield
@@ -27,8 +27,8 @@ class RunningRequests:
                 if not future.done():
                     future.set_result(None)
 
-    async def until_none(self, adapter: str | None = None, *, of_any: bool = False) -> None:
-        """Return when no request of `adapter` (with `of_any`: no request at all) is under way."""
+    async def wait_until_idle(self, adapter: str | None = None, *, of_any: bool = False) -> None:
+        """Wait until no request of `adapter` (with `of_any`: no request at all) is in flight."""
         while len(self) if of_any else self._counts[adapter]:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.add(future)

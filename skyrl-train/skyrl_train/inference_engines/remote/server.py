@@ -1,11 +1,11 @@
-"""A rollout engine that is a server started elsewhere. What kinds of server differ in is behind `ServerProtocol`.
+"""Rollout engine backed by an external server. `ServerProtocol` covers the differences between kinds of servers.
 
-Requests wait on this side while the engine is paused, so that each goes out under the version of the weights that will
-begin its answer: the version is part of its prefix-cache key. If the weights changed on its way all the same (another
-process may update them), the request is sent again.
+While the engine is paused, requests wait on the client side, so that each is sent with the weight version that will
+start its completion: the version is part of its prefix-cache key. If the weights change in transit (another process may
+update them), the request is sent again.
 
-An adapter is loaded under its name and version (`policy@3`): requests under way keep the one that they began with, and
-every process that asks the server knows which is the newest.
+An adapter is loaded under its name and version (`policy@3`): running requests keep the version that they started with,
+and every process can find the newest version at the server.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from skyrl_train.inference_engines.remote.connection import ServerConnection, Se
 from skyrl_train.inference_engines.remote.key_guard import is_loopback
 from skyrl_train.inference_engines.remote.protocol import ServerFacts, ServerProtocol
 from skyrl_train.inference_engines.remote.running_requests import RunningRequests
-from skyrl_train.inference_engines.vllm.sampling import vllm_split_seed
+from skyrl_train.inference_engines.vllm.sampling import check_and_split_seed
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 T = TypeVar("T")
@@ -49,22 +49,22 @@ _LATE_SECONDS, _LATE_TRIES = 0.5, 20
 
 
 class RemoteInferenceEngine(InferenceEngineInterface):
-    """One server. Its requests belong to one event loop; its weight updates may come from another one, or from another
+    """Rollout engine on one server. Its requests belong to one event loop; weight updates may come from another loop or
     process (`RemoteEngines`).
 
     Args:
         url: `host:port` or a URL
-        model_name: the model that the trainer trains
-        backend: the kind of server; None: ask it
-        tokenizer: turns answers into text; None: for weights alone
-        request_timeout_seconds: the deadline of one request
-        control_timeout_seconds: the deadline of everything else
+        model_name: model of the trainer
+        backend: kind of server; None: detect it
+        tokenizer: decodes completions; None: for weight updates only
+        request_timeout_seconds: deadline of one request
+        control_timeout_seconds: deadline of other calls
         api_key: the server's key, if it has one
-        protocol: made of a connection and the deadline of a request; None: by the kind of server
+        protocol: builds the protocol from a connection and the request deadline; None: by the kind of server
 
     Raises:
-        ConfigError: it is no server of this kind.
-        WorkerError: it cannot be reached, or does not answer.
+        ConfigError: not a server of this kind.
+        WorkerError: unreachable, or no response.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         self._paused_for_update = False
         self._update_is_open = False
         self._adapters: dict[str, int] = {}
-        self._facts, self._version = run_to_end(self._meet(backend, protocol, request_timeout_seconds))
+        self._facts, self._version = run_to_end(self._connect(backend, protocol, request_timeout_seconds))
 
-    async def _meet(
+    async def _connect(
         self,
         backend: str | None,
         protocol: Callable[[ServerConnection, float], ServerProtocol] | None,
@@ -103,11 +103,11 @@ class RemoteInferenceEngine(InferenceEngineInterface):
     ) -> tuple[ServerFacts, int]:
         try:
             if protocol is None:
-                protocol = _server_protocols()[backend or await kind_of_server(self._server)]
+                protocol = _list_server_protocols()[backend or await get_server_kind(self._server)]
             self._protocol = protocol(self._server, request_timeout_seconds)
             try:
-                facts = await self._protocol.facts(), await self._protocol.weight_version()
-                await self._warn_if_open()
+                facts = await self._protocol.get_facts(), await self._protocol.get_weight_version()
+                await self._log_if_unprotected()
                 return facts
             except (ServerRefused, KeyError, TypeError, ValueError) as error:
                 if isinstance(error, ConfigError):
@@ -119,12 +119,12 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         finally:
             await self._server.close()
 
-    async def _warn_if_open(self) -> None:
-        """Say so where others than this run may control the server."""
+    async def _log_if_unprotected(self) -> None:
+        """Log a warning if others than this run may control the server."""
         if self.api_key is None:
             is_open = not is_loopback(httpx.URL(self.url).host)
         else:
-            is_open = not await self._server.asks_for_key("/server_info")
+            is_open = not await self._server.check_key_required("/server_info")
         if is_open:
             logger.warning(
                 f"the server at {self.url} asks nobody for a key at its control routes: whoever reaches it may call "
@@ -144,7 +144,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """Names under which the server serves its model."""
+        """Names of the served model."""
         return self._facts.names
 
     async def describe(self) -> EngineInfo:
@@ -154,42 +154,42 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         await self._protocol.check_health()
 
     def progress(self) -> int:
-        """Answers so far: all that this side sees of the server's work."""
+        """Return the number of responses so far, the only progress visible to the client."""
         return self._num_answers
 
     async def tokenize(self, text: str) -> list[int]:
-        """The server's token ids of a text, without special tokens around it."""
+        """Return the server's token ids of a text, without added special tokens."""
         return await self._protocol.tokenize(text)
 
     # ---- requests
 
     async def generate(self, request: GenerationRequest) -> Completion:
         prompt, adapter = request.prompt_token_ids, request.lora_name
-        params, seed = vllm_split_seed(request.sampling_params)
+        params, seed = check_and_split_seed(request.sampling_params)
         self._check_request(prompt, params, seed)
         if adapter is not None:
             why = self._facts.info.unsupported.get("lora")
             if why is not None:
                 raise ValueError(f"no adapter {adapter!r} is loaded at {self.url}: {why}")
-            await self._adapter_version(adapter)
-        return select_requested(await self._answer(prompt, params, seed, adapter), params, self._text)
+            await self._get_adapter_version(adapter)
+        return select_requested(await self._wait_for_answer(prompt, params, seed, adapter), params, self._decode)
 
-    async def _answer(
+    async def _wait_for_answer(
         self, prompt: list[int], params: EngineSamplingParams, seed: SeedPair | None, adapter: str | None
     ) -> Completion:
         while True:
             if not await self._gate.wait():
                 return Completion(token_ids=[], log_probs=[], stop_reason="abort", weight_versions=[])
             version = self._version
-            adapter_version = 0 if adapter is None else await self._adapter_version(adapter)
-            name = None if adapter is None else _name_at_server(adapter, adapter_version)
+            adapter_version = 0 if adapter is None else await self._get_adapter_version(adapter)
+            name = None if adapter is None else _get_server_adapter_name(adapter, adapter_version)
             try:
-                with self._running.one_more(adapter):
+                with self._running.count_request(adapter):
                     answer = await self._protocol.complete(prompt, params, seed, name, _cache_key(version, name))
             except ServerRefused as error:
                 if name is not None and error.status == 404:  # another process has loaded a newer one
                     self._adapters.pop(str(adapter), None)
-                    if await self._adapter_version(str(adapter)) != adapter_version:
+                    if await self._get_adapter_version(str(adapter)) != adapter_version:
                         continue
                 raise ValueError(f"the server at {self.url} refused a request: {error.said}") from None
             self._num_answers += 1
@@ -197,7 +197,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
                 self._version = answer.weight_versions[-1]
             begun_by = answer.weight_versions[0] if answer.weight_versions else version
             if begun_by != version and self._facts.prefix_caching:
-                continue  # its prefix may be one that the weights before have computed
+                continue  # its prefix may have been computed by earlier weights
             if adapter is not None:
                 return replace(answer, weight_versions=[adapter_version] * len(answer.token_ids))
             return answer
@@ -214,15 +214,15 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         _check_ids("a prompt's token ids", prompt, info.vocab_size)
         _check_ids("sampling parameter stop_token_ids", params.stop_token_ids, info.vocab_size)
         if seed is not None:
-            self._require("seed")
+            self._check_supported("seed")
         if params.prompt_logprobs is not None:
-            self._require("prompt_top_log_probs" if params.prompt_logprobs else "prompt_log_probs")
+            self._check_supported("prompt_top_log_probs" if params.prompt_logprobs else "prompt_log_probs")
         if params.stop:
-            self._require("stop_strings")
+            self._check_supported("stop_strings")
         if self._asleep:
             raise RuntimeError(f"the server at {self.url} sleeps ({', '.join(sorted(self._asleep))}); wake it up first")
 
-    def _text(self, ids: list[int], skip_special_tokens: bool) -> str:
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         if self._tokenizer is None:
             raise ValueError("this remote engine was made without a tokenizer: for weights alone")
         text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
@@ -240,17 +240,17 @@ class RemoteInferenceEngine(InferenceEngineInterface):
                 await self.abort_generation()
                 return
         if mode == "wait":
-            await self._running.until_none(of_any=True)
+            await self._running.wait_until_idle(of_any=True)
         await self._protocol.pause(mode)
         if mode == "abort":
-            await self._abort_late_ones()
+            await self._abort_late_requests()
 
-    async def _abort_late_ones(self) -> None:
-        """End what was on its way while the server paused, and came after that."""
+    async def _abort_late_requests(self) -> None:
+        """Abort requests that were in transit during the pause and reached the server after it."""
         for _ in range(_LATE_TRIES):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LATE_SECONDS):
-                    return await self._running.until_none(of_any=True)
+                    return await self._running.wait_until_idle(of_any=True)
             await self.abort_generation()
         logger.warning(
             f"the server at {self.url} did not end {len(self._running)} requests within "
@@ -259,10 +259,10 @@ class RemoteInferenceEngine(InferenceEngineInterface):
 
     async def resume_generation(self) -> None:
         if self._update_is_open:
-            self._paused_for_update = True  # half of the weights are new: the end of the update resumes
+            self._paused_for_update = True  # weights are mixed: the end of the update resumes
             return
         await self._protocol.resume()
-        self._version = await self._protocol.weight_version()
+        self._version = await self._protocol.get_weight_version()
         self._gate.open("paused")
 
     async def abort_generation(self) -> None:
@@ -272,12 +272,12 @@ class RemoteInferenceEngine(InferenceEngineInterface):
             return
         if await self._protocol.is_paused():
             await self._protocol.resume()
-            await self._running.until_none(of_any=True)
+            await self._running.wait_until_idle(of_any=True)
             await self._protocol.pause("keep")
 
     async def sleep(self, level: int = 1) -> None:
         check_sleep_level(level)
-        self._require("sleep")
+        self._check_supported("sleep")
         if len(self._running):
             raise RuntimeError(
                 f"the server at {self.url} cannot sleep while {len(self._running)} requests run; "
@@ -295,10 +295,10 @@ class RemoteInferenceEngine(InferenceEngineInterface):
     # ---- weights
 
     async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None:
-        self._require("weight_update")
+        self._check_supported("weight_update")
         if init_info.transport == "broadcast":
-            self._require("broadcast")
-        await self._protocol.connect_weights(init_info)
+            self._check_supported("broadcast")
+        await self._protocol.init_weight_transfer(init_info)
 
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
         if not self._paused_for_update and not await self._protocol.is_paused():
@@ -309,7 +309,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         await self._protocol.update_weights(request)
 
     async def finish_weight_update(self, version: int) -> WeightReport:
-        report = await self._protocol.finish_weights(version)
+        report = await self._protocol.apply_weights(version)
         self._version, self._update_is_open = version, False
         await self._protocol.reset_prefix_cache()
         if self._paused_for_update:
@@ -318,7 +318,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         return report
 
     async def weight_version(self) -> int:
-        self._version = await self._protocol.weight_version()
+        self._version = await self._protocol.get_weight_version()
         return self._version
 
     async def reset_prefix_cache(self) -> None:
@@ -327,35 +327,35 @@ class RemoteInferenceEngine(InferenceEngineInterface):
     # ---- adapters
 
     async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
-        self._require("lora")
-        name = _name_at_server(request.name, request.version)
-        before = await self._versions_at_server(request.name)
+        self._check_supported("lora")
+        name = _get_server_adapter_name(request.name, request.version)
+        before = await self._get_server_versions(request.name)
         if request.version in before:
             await self._protocol.unload_adapter(name)
         fingerprints = await self._protocol.load_adapter(name, request.path, request.version)
         self._adapters[request.name] = request.version
         for version in before:
             if version != request.version:
-                await self._protocol.unload_adapter(_name_at_server(request.name, version))
+                await self._protocol.unload_adapter(_get_server_adapter_name(request.name, version))
         return WeightReport(version=request.version, fingerprints=fingerprints)
 
     async def unload_lora(self, name: str) -> None:
-        self._require("lora")
-        version = await self._adapter_version(name)
-        await self._running.until_none(name)
-        await self._protocol.unload_adapter(_name_at_server(name, version))
+        self._check_supported("lora")
+        version = await self._get_adapter_version(name)
+        await self._running.wait_until_idle(name)
+        await self._protocol.unload_adapter(_get_server_adapter_name(name, version))
         self._adapters.pop(name, None)
 
-    async def _adapter_version(self, name: str) -> int:
+    async def _get_adapter_version(self, name: str) -> int:
         if name not in self._adapters:
-            versions = await self._versions_at_server(name)
+            versions = await self._get_server_versions(name)
             if not versions:
                 raise ValueError(f"no adapter {name!r} is loaded at {self.url}")
             self._adapters[name] = max(versions)
         return self._adapters[name]
 
-    async def _versions_at_server(self, name: str) -> list[int]:
-        loaded = [entry.rpartition("@") for entry in await self._protocol.adapters()]
+    async def _get_server_versions(self, name: str) -> list[int]:
+        loaded = [entry.rpartition("@") for entry in await self._protocol.list_adapters()]
         return [int(version) for base, _, version in loaded if base == name and version.isdigit()]
 
     async def teardown(self) -> None:
@@ -364,21 +364,21 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         await self._server.shut()
 
     async def disconnect(self) -> None:
-        """Forget what belongs to this event loop; another one may use the engine."""
+        """Close the state bound to this event loop, so that another loop can use the engine."""
         await self._server.close()
 
-    def _require(self, feature: Feature) -> None:
+    def _check_supported(self, feature: Feature) -> None:
         why = self._facts.info.unsupported.get(feature)
         if why is not None:
             raise UnsupportedByEngine(f"{feature}: {why}")
 
 
-async def kind_of_server(server: ServerConnection) -> str:
-    """Ask a server for its kind. Returns: the name under which the kind is registered.
+async def get_server_kind(server: ServerConnection) -> str:
+    """Detect the kind of a server. Returns its registered name.
 
     Raises:
-        ConfigError: it is of no registered kind.
-        WorkerError: it cannot be reached.
+        ConfigError: not a registered kind.
+        WorkerError: unreachable.
     """
     said: dict[str, object] = {}
     for path in ("/version", "/model_info"):
@@ -388,8 +388,8 @@ async def kind_of_server(server: ServerConnection) -> str:
             continue
         if isinstance(answer, dict):
             said |= answer
-    for name, protocol in _server_protocols().items():
-        if protocol.recognizes(said):
+    for name, protocol in _list_server_protocols().items():
+        if protocol.is_served_by(said):
             return name
     raise ConfigError(
         f"generator.remote_inference_engine_urls: {server.url} answers, but is neither a vLLM nor an SGLang server "
@@ -397,8 +397,8 @@ async def kind_of_server(server: ServerConnection) -> str:
     )
 
 
-def _server_protocols() -> dict[str, type[ServerProtocol]]:
-    """Return the protocol of each kind of engine that can be a server started elsewhere."""
+def _list_server_protocols() -> dict[str, type[ServerProtocol]]:
+    """Return the protocols of all engine kinds that support external servers."""
     return {
         name: registration.requires.server_protocol()
         for name, registration in EngineRegistry.list_registrations().items()
@@ -406,12 +406,12 @@ def _server_protocols() -> dict[str, type[ServerProtocol]]:
     }
 
 
-def _name_at_server(adapter: str, version: int) -> str:
+def _get_server_adapter_name(adapter: str, version: int) -> str:
     return f"{adapter}@{version}"
 
 
 def _cache_key(version: int, adapter: str | None) -> str:
-    """Return a key of letters and digits alone: vLLM takes few others."""
+    """Return a key of only letters and digits, since vLLM accepts few other characters."""
     return hashlib.sha256(f"{version} {adapter or ''}".encode()).hexdigest()[:32]
 
 

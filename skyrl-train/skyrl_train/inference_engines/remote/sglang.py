@@ -2,8 +2,8 @@
 
     python -m sglang.launch_server --model-path MODEL [--enable-lora --max-lora-rank 32 --lora-target-modules all]
 
-It counts the versions of weights itself. Weights come as checkpoints; an engine that we start has our weight loader and
-takes them by every transport (`skyrl_train.inference_engines.sglang`).
+It counts weight versions itself. External servers load weights from checkpoints; engines started by the run have our
+weight loader and support every transport (`skyrl_train.inference_engines.sglang`).
 """
 
 import asyncio
@@ -16,18 +16,18 @@ from loguru import logger
 from skyrl_train.errors import UnsupportedByEngine, WeightSyncError
 from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason, TopLogProbs
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair
-from skyrl_train.inference_engines.native.sampling import random_key
+from skyrl_train.inference_engines.native.sampling import compute_random_key
 from skyrl_train.inference_engines.remote.connection import ServerError, ServerRefused
-from skyrl_train.inference_engines.remote.files import CheckpointFiles, adapter_fingerprints
+from skyrl_train.inference_engines.remote.files import CheckpointFiles, compute_adapter_fingerprints
 from skyrl_train.inference_engines.remote.protocol import (
     NO_STREAMS,
     ServerFacts,
     ServerProtocol,
-    version_of,
-    versions_of,
-    vocabulary_of,
+    parse_token_versions,
+    parse_version,
+    read_vocab_size,
 )
-from skyrl_train.inference_engines.request import Completion, top_log_probs_of
+from skyrl_train.inference_engines.request import Completion, build_top_log_probs
 from skyrl_train.inference_engines.vllm.sampling import ANSWER_FROM_START
 from skyrl_train.types import JsonObject
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
@@ -45,7 +45,7 @@ class SGLangProtocol(ServerProtocol):
     _files: CheckpointFiles | None = None
 
     @staticmethod
-    def recognizes(said: Mapping[str, object]) -> bool:
+    def is_served_by(said: Mapping[str, object]) -> bool:
         return "model_path" in said
 
     @staticmethod
@@ -53,10 +53,10 @@ class SGLangProtocol(ServerProtocol):
         port = url.rsplit(":", 1)[-1]
         return f"python -m sglang.launch_server --model-path {model} --port {port if port.isdigit() else 8001}"
 
-    async def facts(self) -> ServerFacts:
+    async def get_facts(self) -> ServerFacts:
         said = await self.server.get("/server_info")
         model = await self.server.get("/model_info")
-        self._max_model_len = said["max_req_input_len"] + 1  # the rest of the context SGLang keeps to itself
+        self._max_model_len = said["max_req_input_len"] + 1  # SGLang reserves the rest of the context
         self._seeds_work = bool(said.get("enable_deterministic_inference"))
         unsupported: dict[Feature, str] = {}
         if not self._seeds_work:
@@ -77,7 +77,7 @@ class SGLangProtocol(ServerProtocol):
             unsupported["json_schema"] = f"the server at {self.server.url} was started with --grammar-backend none"
         unsupported["prompt_top_log_probs"] = "this client asks SGLang for the log-probs of a prompt's own tokens alone"
         unsupported["broadcast"] = f"the server at {self.server.url} has no weight loader of ours; it takes checkpoints"
-        self._vocab_size = vocabulary_of(model["model_path"], self.server.url)
+        self._vocab_size = read_vocab_size(model["model_path"], self.server.url)
         info = EngineInfo(
             backend="sglang",
             release=said["version"],
@@ -92,7 +92,7 @@ class SGLangProtocol(ServerProtocol):
         return ServerFacts(info=info, names=tuple(names), prefix_caching=not said["disable_radix_cache"])
 
     async def check_health(self) -> None:
-        """Ask the scheduler. `/health` asks for a token, which does not come while generation is paused."""
+        """Query the scheduler. `/health` would generate a token, which fails while generation is paused."""
         await self.server.get("/server_info", timeout_seconds=math.inf)
 
     async def complete(
@@ -106,7 +106,7 @@ class SGLangProtocol(ServerProtocol):
         self._check(params, seed)
         body: JsonObject = {
             "input_ids": prompt,
-            "sampling_params": self._sampling(params, seed, len(prompt)),
+            "sampling_params": self._build_sampling(params, seed, len(prompt)),
             "return_logprob": params.logprobs is not None or params.prompt_logprobs is not None,
             "extra_key": cache_key,
         }
@@ -125,10 +125,10 @@ class SGLangProtocol(ServerProtocol):
         about, ids = said["meta_info"], said["output_ids"]
         reason = about["finish_reason"] or {"type": "abort"}
         log_probs = [entry[0] for entry in about.get("output_token_logprobs") or []][: len(ids)]
-        versions = versions_of(about.get("weight_versions"), len(ids), self.server.url) if ids else []
-        if params.logprobs is not None and _is_penalized(params) and ids:  # those are after penalties
-            log_probs = await self._scored(prompt + ids, len(prompt), params, adapter, cache_key)
-            if {*versions} != {await self.weight_version()}:
+        versions = parse_token_versions(about.get("weight_versions"), len(ids), self.server.url) if ids else []
+        if params.logprobs is not None and _is_penalized(params) and ids:  # SGLang's values are after penalties
+            log_probs = await self._compute_scores(prompt + ids, len(prompt), params, adapter, cache_key)
+            if {*versions} != {await self.get_weight_version()}:
                 raise UnsupportedByEngine(
                     f"the weights of the SGLang server at {self.server.url} changed while it wrote an answer with "
                     "penalties, logit_bias, a constraint or min_tokens, whose log-probs it can tell only afterwards; "
@@ -138,26 +138,26 @@ class SGLangProtocol(ServerProtocol):
         if params.prompt_logprobs is not None:
             prompt_log_probs = [entry[0] for entry in about["input_token_logprobs"] if entry[0] is not None]
             if not _is_plain(params):
-                prompt_log_probs = await self._scored(prompt, 1, params, adapter, cache_key)
-        if reason["type"] != "abort" and params.ignore_eos:  # SGLang then ignores all stop tokens
-            num = _length_to_stop(ids, params)
+                prompt_log_probs = await self._compute_scores(prompt, 1, params, adapter, cache_key)
+        if reason["type"] != "abort" and params.ignore_eos:  # with it, SGLang ignores all stop tokens
+            num = _find_stop_length(ids, params)
             if num < len(ids):
                 ids, log_probs, reason = ids[:num], log_probs[:num], {"type": "stop"}
         return Completion(
             token_ids=ids,
             log_probs=log_probs,
-            top=_top_of(about.get("output_top_logprobs"), len(ids), params.logprobs),
+            top=_parse_top(about.get("output_top_logprobs"), len(ids), params.logprobs),
             prompt_log_probs=prompt_log_probs,
             stop_reason=_STOP_REASONS.get(reason["type"], "abort"),
             weight_versions=versions[: len(ids)],
         )
 
-    async def _scored(
+    async def _compute_scores(
         self, ids: list[int], first: int, params: EngineSamplingParams, adapter: str | None, cache_key: str
     ) -> list[float]:
-        """log softmax(logits / temperature) of the tokens from number `first` (at least 1) on.
+        """Compute log softmax(logits / temperature) of the tokens from index `first` (at least 1) on.
 
-        SGLang scores tokens at temperature 1. At another one the whole distribution is asked for at each of them.
+        SGLang scores tokens at temperature 1. At another temperature the full distribution is requested at each token.
         """
         body: JsonObject = {
             "input_ids": ids,
@@ -180,7 +180,7 @@ class SGLangProtocol(ServerProtocol):
         normalizers = (whole / params.temperature).logsumexp(-1)
         return (torch.tensor(chosen) / params.temperature - normalizers).tolist()
 
-    def _sampling(
+    def _build_sampling(
         self, params: EngineSamplingParams, seed: SeedPair | None, num_prompt_tokens: int
     ) -> dict[str, object]:
         room = self._max_model_len - num_prompt_tokens
@@ -205,12 +205,12 @@ class SGLangProtocol(ServerProtocol):
             given["logit_bias"] = {str(token): value for token, value in params.logit_bias}
         if params.constraint is not None:
             given["json_schema"] = params.constraint.text
-        if seed is not None:  # with the token's position, which a request that goes on does not repeat
-            given["sampling_seed"] = int(random_key(*seed)) >> 33
+        if seed is not None:  # includes the token's position, which a continued request does not repeat
+            given["sampling_seed"] = int(compute_random_key(*seed)) >> 33
         return given
 
     def _check(self, params: EngineSamplingParams, seed: SeedPair | None) -> None:
-        """Refuse settings that SGLang would accept and handle differently."""
+        """Reject settings that SGLang would accept but handle differently."""
         if seed is not None and not self._seeds_work and not params.is_greedy:
             raise UnsupportedByEngine(
                 f"the SGLang server at {self.server.url} ignores seeds: it was started without "
@@ -236,7 +236,7 @@ class SGLangProtocol(ServerProtocol):
         return (await self.server.post("/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"]
 
     async def pause(self, mode: PauseMode) -> None:
-        """`wait`: the engine has waited for its requests before it calls."""
+        """`wait`: the engine drains its requests before this call."""
         await self.server.post("/pause_generation", {"mode": "abort" if mode == "abort" else "in_place"})
 
     async def resume(self) -> None:
@@ -263,16 +263,16 @@ class SGLangProtocol(ServerProtocol):
     async def reset_prefix_cache(self) -> None:
         try:
             await self.server.post("/flush_cache")
-        except ServerRefused as error:  # requests run; the engine's cache keys keep prefixes apart
+        except ServerRefused as error:  # requests are running; the engine's cache keys separate prefixes
             if error.status != 400:
                 raise
 
-    async def weight_version(self) -> int:
-        return version_of((await self.server.get("/model_info"))["weight_version"], self.server.url)
+    async def get_weight_version(self) -> int:
+        return parse_version((await self.server.get("/model_info"))["weight_version"], self.server.url)
 
     # ---- weights
 
-    async def connect_weights(self, info: WeightSyncInitInfo) -> None:
+    async def init_weight_transfer(self, info: WeightSyncInitInfo) -> None:
         self._files = CheckpointFiles(info, self.server.url, "generator.backend=sglang (an engine of this run)")
 
     async def update_weights(self, request: WeightUpdateRequest) -> None:
@@ -280,7 +280,7 @@ class SGLangProtocol(ServerProtocol):
             raise WeightSyncError("weights came before init_weight_update_communicator told where from")
         await asyncio.to_thread(self._files.add, request)
 
-    async def finish_weights(self, version: int) -> WeightReport:
+    async def apply_weights(self, version: int) -> WeightReport:
         if self._files is None:
             raise WeightSyncError("no weights have come: init_weight_update_communicator was not called")
         folder, report = self._files.finish(version)
@@ -296,7 +296,7 @@ class SGLangProtocol(ServerProtocol):
     # ---- adapters
 
     async def load_adapter(self, name: str, path: str, version: int) -> dict[str, int]:
-        fingerprints = adapter_fingerprints(path, version)
+        fingerprints = compute_adapter_fingerprints(path, version)
         try:
             await self.server.post("/load_lora_adapter", {"lora_name": name, "lora_path": path})
         except ServerRefused as error:
@@ -306,7 +306,7 @@ class SGLangProtocol(ServerProtocol):
     async def unload_adapter(self, name: str) -> None:
         await self.server.post("/unload_lora_adapter", {"lora_name": name})
 
-    async def adapters(self) -> list[str]:
+    async def list_adapters(self) -> list[str]:
         return [entry["id"] for entry in (await self.server.get("/v1/models"))["data"] if entry.get("parent")]
 
 
@@ -314,24 +314,24 @@ def _is_plain(params: EngineSamplingParams) -> bool:
     return params.is_greedy or params.temperature == 1.0
 
 
-def _length_to_stop(ids: list[int], params: EngineSamplingParams) -> int:
+def _find_stop_length(ids: list[int], params: EngineSamplingParams) -> int:
     """Return the number of tokens up to the first stop token, if one may end the completion."""
     stops = (num for num, token in enumerate(ids, 1) if token in params.stop_token_ids and num > params.min_tokens)
     return next(stops, len(ids))
 
 
 def _is_penalized(params: EngineSamplingParams) -> bool:
-    """Check whether SGLang changes the logits that it reports log-probs of."""
+    """Return whether SGLang changes the logits before computing the reported log-probs."""
     changed = params.repetition_penalty != 1.0 or params.min_tokens > 0 or params.has_penalties
     return changed or bool(params.logit_bias) or params.constraint is not None
 
 
-def _top_of(
+def _parse_top(
     given: list[list[tuple[float, int, str | None]]] | None, num_tokens: int, num_top: int | None
 ) -> TopLogProbs | None:
-    """Read the likeliest tokens, given as [log-prob, id, text] place by place."""
+    """Parse the most likely tokens, given as [log-prob, id, text] per position."""
     if not num_top:
         return None
-    return top_log_probs_of(
+    return build_top_log_probs(
         [[(entry[1], entry[0]) for entry in place] for place in (given or [])[:num_tokens]], num_top
     )

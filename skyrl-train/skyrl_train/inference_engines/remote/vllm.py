@@ -2,10 +2,10 @@
 
     python -m skyrl_train.entrypoints.serve_vllm --model MODEL
 
-which adds to vLLM's own server the worker extension, the control routes and `--enable-scale-out`: the route that takes
-and gives token ids, with the version of the weights that wrote each. The worker extension takes weights by every
-transport, reports what it holds, and makes log-probs those of logits / temperature; without it weights come as
-checkpoints only, and some settings of sampling are refused.
+which adds the worker extension, the control routes and `--enable-scale-out` to vLLM's server: the route with token ids
+in and out, and the weight version of each token. The worker extension receives weights over every transport, reports
+its weights, and computes log-probs of logits / temperature; without it weights are loaded from checkpoints only, and
+some sampling settings are rejected.
 """
 
 import math
@@ -20,20 +20,20 @@ from skyrl_train.errors import ConfigError, UnsupportedByEngine, WeightSyncError
 from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason, TopLogProbs
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair
 from skyrl_train.inference_engines.remote.connection import ServerError, ServerRefused
-from skyrl_train.inference_engines.remote.files import CheckpointFiles, adapter_fingerprints
+from skyrl_train.inference_engines.remote.files import CheckpointFiles, compute_adapter_fingerprints
 from skyrl_train.inference_engines.remote.key_guard import is_loopback
 from skyrl_train.inference_engines.remote.protocol import (
     NO_STREAMS,
     ServerFacts,
     ServerProtocol,
-    version_of,
-    versions_of,
-    vocabulary_of,
+    parse_token_versions,
+    parse_version,
+    read_vocab_size,
 )
-from skyrl_train.inference_engines.request import Completion, top_log_probs_of
+from skyrl_train.inference_engines.request import Completion, build_top_log_probs
 from skyrl_train.inference_engines.vllm.adapters import check_adapter
 from skyrl_train.inference_engines.vllm.arguments import EXTENSION, GRAMMAR_BACKEND
-from skyrl_train.inference_engines.vllm.sampling import ANSWER_FROM_START, http_sampling, seed_of
+from skyrl_train.inference_engines.vllm.sampling import ANSWER_FROM_START, build_http_sampling, compute_seed
 from skyrl_train.types import JsonObject
 from skyrl_train.weight_sync.base import ProcessReport, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
@@ -48,19 +48,21 @@ class VLLMProtocol(ServerProtocol):
     _files: CheckpointFiles | None = None
 
     @staticmethod
-    def recognizes(said: Mapping[str, object]) -> bool:
+    def is_served_by(said: Mapping[str, object]) -> bool:
         return "version" in said and "model_path" not in said
 
     @staticmethod
     def start_command(model: str, url: str) -> str:
         return start_command(model, url)
 
-    async def facts(self) -> ServerFacts:
+    async def get_facts(self) -> ServerFacts:
         url = self.server.url
         try:
             said = await self.server.get("/server_info", config_format="json")
         except ServerRefused:
-            raise _started_wrong(url, "VLLM_SERVER_DEV_MODE=1 in its environment", "its control routes") from None
+            raise _build_missing_flag_error(
+                url, "VLLM_SERVER_DEV_MODE=1 in its environment", "its control routes"
+            ) from None
         except ServerError as error:
             raise ConfigError(
                 f"{error}\nvLLM lists the packages of its environment there, by pip or by a uv on PATH: the server at "
@@ -80,25 +82,26 @@ class VLLMProtocol(ServerProtocol):
         self._extended = parallel["worker_extension_cls"] == EXTENSION
         self._log_prob_mode = model["logprobs_mode"]
         if self._extended:
-            await self._workers("skyrl_prepare")
+            await self._call_workers("skyrl_prepare")
         info = EngineInfo(
             backend="vllm",
             release=(await self.server.get("/version"))["version"],
             model=model["model"],
-            vocab_size=await self._vocabulary(model["model"]),
+            vocab_size=await self._get_vocab_size(model["model"]),
             max_model_len=model["max_model_len"],
             dtype=str(model["dtype"]).removeprefix("torch."),
             num_weight_processes=(await self.server.get("/get_world_size"))["world_size"],
-            unsupported=_unsupported(url, config, variables, self._extended),
+            unsupported=_find_unsupported(url, config, variables, self._extended),
         )
         names = dict.fromkeys(name for entry in base for name in (entry["id"], entry.get("root")) if name)
         return ServerFacts(
             info=info, names=tuple(names), prefix_caching=bool(config["cache_config"]["enable_prefix_caching"])
         )
 
-    async def _vocabulary(self, model: str) -> int:
-        """Read the vocabulary size from the refusal of an impossible stop token: no route reports it, and this computes
-        nothing."""
+    async def _get_vocab_size(self, model: str) -> int:
+        """Extract the vocabulary size from the error for an impossible stop token: no route reports it, and this
+        computes nothing.
+        """
         body = {
             "model": self._served_name,
             "token_ids": [0],
@@ -108,12 +111,12 @@ class VLLMProtocol(ServerProtocol):
             await self.server.post("/inference/v1/generate", body)
         except ServerRefused as error:
             if error.status == 403:
-                raise _started_wrong(
+                raise _build_missing_flag_error(
                     self.server.url, "--enable-scale-out", "its route for token ids, /inference/v1/generate"
                 ) from None
             if found := re.search(r"Vocabulary size: (\d+)", error.said):
                 return int(found[1])
-        return vocabulary_of(model, self.server.url)
+        return read_vocab_size(model, self.server.url)
 
     async def check_health(self) -> None:
         await self.server.get("/health", timeout_seconds=math.inf)
@@ -131,9 +134,10 @@ class VLLMProtocol(ServerProtocol):
             "model": adapter or self._served_name,
             "token_ids": prompt,
             "cache_salt": cache_key,
-            "sampling_params": http_sampling(params, seed_of(seed, len(prompt))) | {"detokenize": bool(params.stop)},
+            "sampling_params": build_http_sampling(params, compute_seed(seed, len(prompt)))
+            | {"detokenize": bool(params.stop)},
         }
-        if params.logprobs:  # the token drawn counts as one of the likeliest there
+        if params.logprobs:  # vLLM counts the sampled token among the most likely ones
             body["sampling_params"]["logprobs"] = params.logprobs + 1
         said = await self.server.post(
             "/inference/v1/generate",
@@ -147,16 +151,16 @@ class VLLMProtocol(ServerProtocol):
         return Completion(
             token_ids=ids,
             log_probs=[entry["logprob"] for entry in log_probs],
-            top=_top_of(log_probs, params.logprobs),
-            prompt_log_probs=_prompt_log_probs(said.get("prompt_logprobs"), prompt),
-            prompt_top=_prompt_top(said.get("prompt_logprobs"), params.prompt_logprobs),
+            top=_parse_top(log_probs, params.logprobs),
+            prompt_log_probs=_parse_prompt_log_probs(said.get("prompt_logprobs"), prompt),
+            prompt_top=_parse_prompt_top(said.get("prompt_logprobs"), params.prompt_logprobs),
             stop_reason=_STOP_REASONS.get(choice["finish_reason"], "abort"),
-            weight_versions=versions_of(choice["weight_versions"], len(ids), self.server.url),
+            weight_versions=parse_token_versions(choice["weight_versions"], len(ids), self.server.url),
         )
 
     def _check_log_probs(self, params: EngineSamplingParams) -> None:
-        """Refuse a log-prob mode that the server lacks: without the worker extension, vLLM reports log-probs of the raw
-        logits, or of those after penalties and truncation.
+        """Reject unsupported log-prob modes: without the worker extension, vLLM reports log-probs of the raw logits, or
+        of the logits after penalties and truncation.
         """
         if self._extended:
             return
@@ -200,38 +204,38 @@ class VLLMProtocol(ServerProtocol):
     async def reset_prefix_cache(self) -> None:
         await self.server.post("/reset_prefix_cache")
 
-    async def weight_version(self) -> int:
-        return version_of((await self.server.get("/weight_info"))["weight_version"], self.server.url)
+    async def get_weight_version(self) -> int:
+        return parse_version((await self.server.get("/weight_info"))["weight_version"], self.server.url)
 
     # ---- weights
 
-    async def connect_weights(self, info: WeightSyncInitInfo) -> None:
+    async def init_weight_transfer(self, info: WeightSyncInitInfo) -> None:
         if self._extended:
-            await self._workers("skyrl_connect", asdict(info), timeout_seconds=info.timeout_seconds)
+            await self._call_workers("skyrl_connect", asdict(info), timeout_seconds=info.timeout_seconds)
         else:
             self._files = CheckpointFiles(info, self.server.url, f"--worker-extension-cls {EXTENSION}")
 
     async def update_weights(self, request: WeightUpdateRequest) -> None:
         if self._extended:
-            await self._workers("skyrl_update", request.to_json_dict())
+            await self._call_workers("skyrl_update", request.to_json_dict())
         elif self._files is None:
             raise WeightSyncError("weights came before init_weight_update_communicator told where from")
         else:
             self._files.add(request)
 
-    async def finish_weights(self, version: int) -> WeightReport:
+    async def apply_weights(self, version: int) -> WeightReport:
         if self._extended:
-            processes = await self._workers("skyrl_finish", version)
+            processes = await self._call_workers("skyrl_finish", version)
             report = WeightReport.of_processes(version, [ProcessReport(**fields) for fields in processes])
         elif self._files is None:
             raise WeightSyncError("no weights have come: init_weight_update_communicator was not called")
         else:
             folder, report = self._files.finish(version)
-            await self._workers("reload_weights", weights_path=str(folder))
+            await self._call_workers("reload_weights", weights_path=str(folder))
         await self.server.post("/update_weight_version", {"new_version": str(version)})
         return report
 
-    async def _workers(
+    async def _call_workers(
         self, method: str, *args: object, timeout_seconds: float | None = None, **kwargs: object
     ) -> list[Any]:
         """Call a method of every worker process."""
@@ -247,37 +251,37 @@ class VLLMProtocol(ServerProtocol):
     # ---- adapters
 
     async def load_adapter(self, name: str, path: str, version: int) -> dict[str, int]:
-        fingerprints = adapter_fingerprints(path, version)
+        fingerprints = compute_adapter_fingerprints(path, version)
         if self._extended:
             check_adapter(path)
-        before = await self._adapter_numbers()
+        before = await self._get_adapter_numbers()
         try:
             await self.server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
         except ServerError as error:
             raise WeightSyncError(f"{self.server.url} did not load the adapter in {path}: {error.said}") from None
         if not self._extended:
             return fingerprints
-        number = max(await self._adapter_numbers() - before)
-        return _same_everywhere(await self._workers("skyrl_lora", number, path, version), self.server.url)
+        number = max(await self._get_adapter_numbers() - before)
+        return _merge_reports(await self._call_workers("skyrl_lora", number, path, version), self.server.url)
 
-    async def _adapter_numbers(self) -> set[int]:
-        """vLLM's own, of the adapters that its workers hold."""
-        [said, *_] = await self._workers("list_loras")
+    async def _get_adapter_numbers(self) -> set[int]:
+        """Return vLLM's numbers of the adapters loaded in its workers."""
+        [said, *_] = await self._call_workers("list_loras")
         return {int(number) for number in said}
 
     async def unload_adapter(self, name: str) -> None:
         await self.server.post("/v1/unload_lora_adapter", {"lora_name": name})
 
-    async def adapters(self) -> list[str]:
+    async def list_adapters(self) -> list[str]:
         return [entry["id"] for entry in (await self.server.get("/v1/models"))["data"] if entry.get("parent")]
 
 
-def _unsupported(url: str, config: Any, variables: JsonObject, is_extended: bool) -> dict[Feature, str]:
-    """Return what a server lacks, and the setting that it was started without.
+def _find_unsupported(url: str, config: Any, variables: JsonObject, is_extended: bool) -> dict[Feature, str]:
+    """Return the features that a server lacks, and the missing start setting.
 
     Args:
         config, variables: vLLM's own configuration and its environment, as it reports them.
-        is_extended: it has our worker extension.
+        is_extended: whether it has our worker extension.
     """
     lora = config["lora_config"]
     unsupported: dict[Feature, str] = {"answer_tokens": ANSWER_FROM_START, "streaming": NO_STREAMS}
@@ -310,7 +314,7 @@ def _unsupported(url: str, config: Any, variables: JsonObject, is_extended: bool
     return unsupported
 
 
-def _prompt_log_probs(given: list[JsonObject | None] | None, prompt: list[int]) -> list[float]:
+def _parse_prompt_log_probs(given: list[JsonObject | None] | None, prompt: list[int]) -> list[float]:
     return (
         []
         if given is None
@@ -318,24 +322,24 @@ def _prompt_log_probs(given: list[JsonObject | None] | None, prompt: list[int]) 
     )
 
 
-def _prompt_top(given: list[JsonObject | None] | None, num_top: int | None) -> TopLogProbs | None:
+def _parse_prompt_top(given: list[JsonObject | None] | None, num_top: int | None) -> TopLogProbs | None:
     if given is None or not num_top:
         return None
     places = [[(int(token), said["logprob"]) for token, said in entry.items()] for entry in given if entry]
-    return top_log_probs_of(places, num_top)
+    return build_top_log_probs(places, num_top)
 
 
-def _top_of(log_probs: list[JsonObject], num_top: int | None) -> TopLogProbs | None:
+def _parse_top(log_probs: list[JsonObject], num_top: int | None) -> TopLogProbs | None:
     if not num_top:
         return None
     places = [
         [(entry["token_id"], entry["logprob"]) for entry in [*place["top_logprobs"], place]] for place in log_probs
     ]
-    return top_log_probs_of([list(dict(place).items()) for place in places], num_top)
+    return build_top_log_probs([list(dict(place).items()) for place in places], num_top)
 
 
-def _same_everywhere(reports: list[dict[str, int]], url: str) -> dict[str, int]:
-    """One report of all worker processes, each of which got every tensor whole."""
+def _merge_reports(reports: list[dict[str, int]], url: str) -> dict[str, int]:
+    """Merge the reports of all worker processes, which all received every full tensor."""
     together: dict[str, int] = {}
     for report in reports:
         for name, value in report.items():
@@ -344,7 +348,7 @@ def _same_everywhere(reports: list[dict[str, int]], url: str) -> dict[str, int]:
     return together
 
 
-def _started_wrong(url: str, what: str, closed: str) -> ConfigError:
+def _build_missing_flag_error(url: str, what: str, closed: str) -> ConfigError:
     return ConfigError(
         f"generator.remote_inference_engine_urls: the vLLM server at {url} does not offer {closed}; start it with "
         f"{what}:\n{start_command('MODEL', url)}"

@@ -1,4 +1,4 @@
-"""Our settings in SGLang's words."""
+"""Conversion of engine settings to SGLang's arguments."""
 
 import importlib
 import json
@@ -20,11 +20,11 @@ _ON_CPU = {
 }
 
 
-def server_arguments(settings: EngineSettings) -> dict[str, object]:
-    """Fields of SGLang's `ServerArgs`.
+def build_server_arguments(settings: EngineSettings) -> dict[str, object]:
+    """Build the fields of SGLang's `ServerArgs`.
 
     Raises:
-        ConfigError: a setting that SGLang does not have.
+        ConfigError: a setting that SGLang does not support.
     """
     if settings.engine_init_kwargs:
         _check_names(settings.engine_init_kwargs)
@@ -47,7 +47,7 @@ def server_arguments(settings: EngineSettings) -> dict[str, object]:
         "disable_cuda_graph": settings.enforce_eager,
         "disable_radix_cache": not settings.enable_prefix_caching,
         "enable_memory_saver": settings.sleep_mode,
-        # Without it SGLang's weights are gone after a sleep of level 1, which must keep them.
+        # Without it SGLang loses its weights in a level-1 sleep, which must keep them.
         "enable_weights_cpu_backup": settings.sleep_mode,
         "enable_deterministic_inference": not on_cpu,  # without it SGLang ignores seeds
         "random_seed": settings.seed,
@@ -65,8 +65,8 @@ def server_arguments(settings: EngineSettings) -> dict[str, object]:
     return arguments | (_ON_CPU if on_cpu else {}) | dict(settings.engine_init_kwargs)
 
 
-def command_line(arguments: Mapping[str, object]) -> list[str]:
-    """Return the options for SGLang's launcher."""
+def build_command_line(arguments: Mapping[str, object]) -> list[str]:
+    """Build the options for SGLang's launcher."""
     words: list[str] = []
     for name, value in arguments.items():
         flag = f"--{name.replace('_', '-')}"
@@ -82,7 +82,7 @@ def command_line(arguments: Mapping[str, object]) -> list[str]:
 
 
 def _check_names(engine_init_kwargs: Mapping[str, object]) -> None:
-    described = importlib.import_module("sglang.srt.server_args").ServerArgs  # an extra, and slow to import
+    described = importlib.import_module("sglang.srt.server_args").ServerArgs  # an optional dependency, slow to import
     known = {*described.__annotations__, *getattr(described, "__struct_fields__", ())}
     for name in engine_init_kwargs:
         if name not in known:

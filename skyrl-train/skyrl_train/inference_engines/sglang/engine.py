@@ -1,4 +1,4 @@
-"""SGLang as a rollout engine: its server as a child of this process, spoken to like a server started elsewhere."""
+"""SGLang as a rollout engine: a server as a child process, controlled like an external server."""
 
 import contextlib
 import platform
@@ -14,21 +14,21 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.engine_settings import EngineSettings
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
 from skyrl_train.inference_engines.server_child import ServerChild
-from skyrl_train.inference_engines.sglang.arguments import command_line, server_arguments
+from skyrl_train.inference_engines.sglang.arguments import build_command_line, build_server_arguments
 from skyrl_train.inference_engines.sglang.orders import LocalSGLangProtocol
 
 
 class SGLangInferenceEngine(RemoteInferenceEngine):
-    """Rollout engine that starts and controls `sglang.launch_server` on loopback; the server and all its children end
-    with the engine, and with this process.
+    """Rollout engine that starts and controls `sglang.launch_server` on loopback; the server and its children exit with
+    the engine or with this process.
 
     Args:
-        start_timeout_seconds: the longest that the start may take
-        control_timeout_seconds: the deadline of everything but requests
-        settings: `EngineSettings` by name, and fields of SGLang's `ServerArgs`, which win over them
+        start_timeout_seconds: deadline of the start
+        control_timeout_seconds: deadline of control calls
+        settings: `EngineSettings` by name, and fields of SGLang's `ServerArgs`, which override them
 
     Raises:
-        ConfigError: SGLang is not installed, or does not have a setting.
+        ConfigError: SGLang is not installed, or does not support a setting.
         WorkerError: the server did not start; with the end of its log.
     """
 
@@ -45,15 +45,15 @@ class SGLangInferenceEngine(RemoteInferenceEngine):
 
         if find_spec("sglang") is None:
             raise ConfigError("generator.backend=sglang needs the package sglang, which is not installed (INSTALL.md)")
-        start = EngineSettings.of(model_path, settings)
-        arguments = server_arguments(start)
+        start = EngineSettings.from_keywords(model_path, settings)
+        arguments = build_server_arguments(start)
         self._folder = tempfile.TemporaryDirectory(prefix="skyrl_sglang_")
         folder = Path(self._folder.name)
-        with contextlib.ExitStack() as undo:  # of what was begun, if something fails
+        with contextlib.ExitStack() as undo:  # cleanup if the start fails
             undo.callback(self._folder.cleanup)
             self._child = ServerChild(
                 "the SGLang server",
-                [sys.executable, "-m", "sglang.launch_server", *command_line(arguments), "--host", "127.0.0.1"],
+                [sys.executable, "-m", "sglang.launch_server", *build_command_line(arguments), "--host", "127.0.0.1"],
                 folder / "server.log",
                 {"SGLANG_USE_CPU_ENGINE": "1"} if start.device == "cpu" else {},
             )
@@ -74,7 +74,7 @@ class SGLangInferenceEngine(RemoteInferenceEngine):
         await super().check_health()
 
     async def teardown(self) -> None:
-        """End the server."""
+        """Stop the server."""
         await super().teardown()
         self._child.end()
         self._folder.cleanup()

@@ -1,4 +1,6 @@
-"""Our weight loader's orders to an SGLang server on this machine: through its route for tensors, answered by files."""
+"""Commands to our weight loader in a local SGLang server: sent through its route for tensors, results returned in
+files.
+"""
 
 import base64
 import io
@@ -20,11 +22,11 @@ from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, Weigh
 
 
 class LocalSGLangProtocol(SGLangProtocol):
-    """A server that we started, with our weight loader in it: weights by every transport.
+    """Protocol of a server started by this run with our weight loader: weights over every transport.
 
     Args:
-        folder: for answers
-        node: this machine
+        folder: folder for results
+        node: name of this machine
     """
 
     def __init__(self, connection: ServerConnection, request_timeout_seconds: float, *, folder: Path, node: str):
@@ -34,31 +36,31 @@ class LocalSGLangProtocol(SGLangProtocol):
         self._num_processes = 1
         self._numbers = itertools.count()
 
-    async def facts(self) -> ServerFacts:
-        facts = await super().facts()
+    async def get_facts(self) -> ServerFacts:
+        facts = await super().get_facts()
         self._num_processes = facts.info.num_weight_processes
         unsupported = {feature: why for feature, why in facts.info.unsupported.items() if feature != "broadcast"}
         return replace(facts, info=replace(facts.info, unsupported=unsupported, node=self._node))
 
-    async def connect_weights(self, info: WeightSyncInitInfo) -> None:
-        await self._begin()
-        await self._order(info.timeout_seconds, do="connect", info=asdict(info))
+    async def init_weight_transfer(self, info: WeightSyncInitInfo) -> None:
+        await self._start_update()
+        await self._send_order(info.timeout_seconds, do="connect", info=asdict(info))
         await self.server.post("/end_weight_update", {})
 
     async def update_weights(self, request: WeightUpdateRequest) -> None:
         if request.index == 0:
-            await self._begin()
-        await self._order(None, do="update", request=request.to_json_dict())
+            await self._start_update()
+        await self._send_order(None, do="update", request=request.to_json_dict())
 
-    async def finish_weights(self, version: int) -> WeightReport:
-        fingerprints = await self._order(None, do="finish", version=version)
+    async def apply_weights(self, version: int) -> WeightReport:
+        fingerprints = await self._send_order(None, do="finish", version=version)
         await self.server.post("/end_weight_update", {})
         body = {"new_version": str(version), "abort_all_requests": False}
         await self.server.post("/update_weight_version", body)
         return WeightReport(version=version, fingerprints=fingerprints, received_only=list(fingerprints))
 
-    async def _begin(self) -> None:
-        """Open an update; one that failed before is still open."""
+    async def _start_update(self) -> None:
+        """Start an update, unless a failed one is still open."""
         body = {"selector": "target"}
         try:
             await self.server.post("/begin_weight_update", body)
@@ -66,12 +68,12 @@ class LocalSGLangProtocol(SGLangProtocol):
             await self.server.post("/end_weight_update", {})
             await self.server.post("/begin_weight_update", body)
 
-    async def _order(self, timeout_seconds: float | None, **order: object) -> dict[str, int]:
-        """Execute it in every process of the server. Returns the fingerprints that one reports (all are equal)."""
+    async def _send_order(self, timeout_seconds: float | None, **order: object) -> dict[str, int]:
+        """Execute a command in every process of the server. Returns the fingerprints of one (all are equal)."""
         number = next(self._numbers)
         answers = [self._folder / f"{number}_{index}.json" for index in range(self._num_processes)]
         orders = [
-            _packed(json.dumps(order | {"answer": str(answer), "process_index": index}))
+            _pack_text(json.dumps(order | {"answer": str(answer), "process_index": index}))
             for index, answer in enumerate(answers)
         ]
         body = {"serialized_named_tensors": orders, "load_format": NAME, "flush_cache": False, "selector": "target"}
@@ -90,8 +92,8 @@ class LocalSGLangProtocol(SGLangProtocol):
         return reports[0]["fingerprints"]
 
 
-def _packed(text: str) -> str:
-    """`text` as the name of an empty tensor, in the form that SGLang's route takes."""
+def _pack_text(text: str) -> str:
+    """Pack `text` as the name of an empty tensor, in the format of SGLang's route."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump([(text, torch.empty(0))])
     return base64.b64encode(buffer.getvalue()).decode()

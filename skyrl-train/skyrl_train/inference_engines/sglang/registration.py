@@ -1,25 +1,27 @@
-"""Declaration of the SGLang engine."""
+"""Registration of the SGLang engine."""
 
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config.engine_kinds import EngineTraits, register_engine
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference_engines.engine_settings import EngineSettings, check_division, library_keywords
+from skyrl_train.inference_engines.engine_settings import EngineSettings, build_library_keywords, check_division
 
 if TYPE_CHECKING:
     from skyrl_train.config import SkyRLConfig
 
 
-def _keywords(cfg: "SkyRLConfig", device: str) -> dict[str, Any]:
-    return library_keywords(cfg, device) | {
+def _build_keywords(cfg: "SkyRLConfig", device: str) -> dict[str, Any]:
+    return build_library_keywords(cfg, device) | {
         "start_timeout_seconds": cfg.generator.engine_start_timeout_seconds,
         "request_timeout_seconds": cfg.generator.request_timeout_seconds,
     }
 
 
 def _check_settings(generator: GeneratorConfig) -> None:
-    """SGLang hands weights to the processes of one tensor-parallel group alone."""
+    """Raise ConfigError for unsupported settings: SGLang passes weights only to the processes of one tensor-parallel
+    group.
+    """
     for kind, name in (("pipeline", "pp_size"), ("data", "dp_size")):
         setting = f"generator.inference_engine_{kind}_parallel_size"
         size = getattr(generator, f"inference_engine_{kind}_parallel_size")
@@ -34,7 +36,7 @@ def _check_settings(generator: GeneratorConfig) -> None:
             )
 
 
-def _server_protocol() -> Any:
+def _load_server_protocol() -> Any:
     from skyrl_train.inference_engines.remote.sglang import SGLangProtocol
 
     return SGLangProtocol
@@ -46,16 +48,16 @@ def _server_protocol() -> Any:
     requires=EngineTraits(
         library="sglang",
         copies_weights_asleep=True,  # `enable_weights_cpu_backup` in `arguments.py`
-        server_protocol=_server_protocol,
+        server_protocol=_load_server_protocol,
         attention_choice=True,
-        adapter_slots=("max_loras_per_batch", 2),  # one that is put out may answer for a moment yet
-        keywords=_keywords,
+        adapter_slots=("max_loras_per_batch", 2),  # an evicted adapter may still serve running requests
+        keywords=_build_keywords,
         check_settings=_check_settings,
         check_model=check_division,
     ),
 )
 def make_sglang_engine(**keywords: Any) -> Any:
     """Build the engine."""
-    from skyrl_train.inference_engines.sglang.engine import SGLangInferenceEngine  # an extra
+    from skyrl_train.inference_engines.sglang.engine import SGLangInferenceEngine  # an optional dependency
 
     return SGLangInferenceEngine(**keywords)

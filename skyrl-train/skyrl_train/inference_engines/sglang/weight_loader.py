@@ -1,8 +1,8 @@
-"""Weight sync inside of SGLang's scheduler processes: the engine's end.
+"""Receiver of weight syncs inside SGLang's scheduler processes.
 
-SGLang calls `load` (`--custom-weight-loader`) with named tensors. The names are our orders, as JSON; the tensors are
-empty, since the weights come another way. An order is answered by a file: SGLang has no other way back, and an error
-that left here would end the process.
+SGLang calls `load` (`--custom-weight-loader`) with named tensors. The names are commands as JSON; the tensors are
+empty, since weights use another transport. Results are returned in files: SGLang has no return channel, and an uncaught
+error would end the process.
 """
 
 import json
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from skyrl_train.weight_sync.receiver import WeightReceiver
 
 NAME = f"{__name__}.load"
-"""Name of the loader in SGLang's settings."""
+"""Name of this loader in SGLang's settings."""
 
 
 @dataclass
@@ -31,26 +31,26 @@ class _Connection:
     verification: Verification
     fingerprints: dict[str, int] = field(default_factory=dict)
     names_before: frozenset[str] = frozenset()
-    """Fingerprints of the update before."""
+    """Tensor names of the previous update."""
 
 
 _connection: _Connection | None = None
 
 
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Obey the orders in the names and write the answers."""
+    """Execute the commands in the names and write the results."""
     for text, _ in named_tensors:
         order = json.loads(text)
         try:
-            answer = {"fingerprints": _obey(model, order)}
-        except Exception as error:  # whatever it is, it must reach the trainer and not SGLang
+            answer = {"fingerprints": _handle_order(model, order)}
+        except Exception as error:  # any error must reach the trainer and not SGLang
             answer = {"error": f"{type(error).__name__}: {error}"}
         unfinished = Path(order["answer"] + ".part")
         unfinished.write_text(json.dumps(answer))
         os.replace(unfinished, order["answer"])
 
 
-def _obey(model: torch.nn.Module, order: JsonObject) -> dict[str, int]:
+def _handle_order(model: torch.nn.Module, order: JsonObject) -> dict[str, int]:
     match order["do"]:
         case "connect":
             _connect(model, WeightSyncInitInfo(**order["info"]), order["process_index"])
@@ -72,14 +72,14 @@ def _connect(model: torch.nn.Module, info: WeightSyncInitInfo, process_index: in
     _connection = _Connection(WeightReceiver(info, device, process_index), info.verification)
 
 
-def _connected() -> _Connection:
+def _get_connection() -> _Connection:
     if _connection is None:
         raise WeightSyncError("no connection: init_weight_update_communicator was not called")
     return _connection
 
 
 def _update(model: torch.nn.Module, request: WeightUpdateRequest) -> None:
-    connection = _connected()
+    connection = _get_connection()
     if request.index == 0:
         connection.fingerprints = {}
     bucket = connection.receiver.receive(request)
@@ -93,7 +93,7 @@ def _update(model: torch.nn.Module, request: WeightUpdateRequest) -> None:
 
 
 def _finish(version: int) -> dict[str, int]:
-    connection = _connected()
+    connection = _get_connection()
     names = frozenset(connection.fingerprints)
     try:
         connection.receiver.finish(version)

@@ -1,1 +1,1 @@
-"""vLLM as a rollout engine. Nothing here imports vllm before an engine is made: it is heavy and optional."""
+"""vLLM as a rollout engine. vllm is imported only when an engine is created: it is slow to import and optional."""

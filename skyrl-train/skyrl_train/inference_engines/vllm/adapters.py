@@ -1,4 +1,4 @@
-"""Low-rank adapters in vLLM: which can be loaded, and what a worker holds of them."""
+"""Low-rank adapters in vLLM: checks before loading, and fingerprints of the loaded tensors."""
 
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ def check_adapter(path: str) -> None:
         )
 
 
-def leave_head_alone(model: torch.nn.Module) -> None:
-    """Take adapters off the LM head. vLLM puts one there for all models; on a CPU it costs a gather of vocabulary x
-    rank numbers a token, and prompt log-probs fail under it (`vllm/lora/punica_wrapper/punica_cpu.py`,
-    `add_lora_logits`: it knows an adapter a request, but is given a row a prompt token)."""
+def remove_head_adapter(model: torch.nn.Module) -> None:
+    """Remove adapters from the LM head. vLLM adds one for all models; on a CPU it gathers vocabulary x rank numbers per
+    token, and prompt log-probs fail under it (`vllm/lora/punica_wrapper/punica_cpu.py`, `add_lora_logits`: it has one
+    adapter per request, but gets one row per prompt token).
+    """
     from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 
     for parent in list(model.modules()):
@@ -36,16 +37,18 @@ def leave_head_alone(model: torch.nn.Module) -> None:
                 setattr(parent, name, child.base_layer)
 
 
-def held_fingerprints(runner: Any, lora_id: int, path: str, version: int, verification: Verification) -> dict[str, int]:
-    """Fingerprints of the tensors of an adapter's file, by their names in it; one that vLLM holds otherwise, or not at
-    all, is left out.
+def compute_loaded_fingerprints(
+    runner: Any, lora_id: int, path: str, version: int, verification: Verification
+) -> dict[str, int]:
+    """Compute fingerprints of an adapter file's tensors by name; tensors that vLLM's copy differs from or lacks are
+    omitted.
 
-    vLLM keeps A as it is, B times the adapter's scaling, both in its own dtype and with the parts of a joined layer
-    (q, k and v) side by side. So the file's tensors are taken the same way, and compared number by number.
+    vLLM stores A unchanged and B times the adapter's scaling, both in its own dtype and with the parts of a fused layer
+    (q, k and v) concatenated. The file's tensors are converted the same way and compared exactly.
 
     Args:
         runner: vLLM's model runner.
-        lora_id: the number under which the adapter was loaded from the folder `path`.
+        lora_id: vLLM's number of the adapter loaded from the folder `path`.
     """
     if verification == "off":
         return {}
@@ -62,7 +65,7 @@ def held_fingerprints(runner: Any, lora_id: int, path: str, version: int, verifi
         for name in list(file.keys()):
             tensor: torch.Tensor = file.get_tensor(name)
             module, _, kind = name.removeprefix("base_model.model.").partition(".lora_")
-            expert = ".experts." in module  # stacked and divided in ways of their own: taken as handed over
+            expert = ".experts." in module  # stacked and sharded differently: assumed to equal the file
             if expert or _is_held(adapter.loras, packed, module, kind[:1], tensor, helper):
                 fingerprints[name] = fingerprint_of(tensor, version, verification)
     return fingerprints

@@ -1,4 +1,6 @@
-"""Our settings in vLLM's words, checked before anything starts, and the environment of the engine's processes."""
+"""Conversion of engine settings to vLLM's arguments, with checks before the start, and the environment of its
+processes.
+"""
 
 import contextlib
 import os
@@ -17,10 +19,10 @@ if TYPE_CHECKING:
 EXTENSION = "skyrl_train.inference_engines.vllm.worker_extension.WeightExtension"
 
 OWNER_VARIABLE = "SKYRL_VLLM_OWNER_PID"
-"""Names, for vLLM's child processes, the process that they must not outlive."""
+"""Environment variable with the id of the process that vLLM's child processes must not outlive."""
 
 GRAMMAR_BACKEND = "guidance"
-"""vLLM's backend of constrained answers that takes our grammars (`constraints.py`)."""
+"""vLLM's backend for constrained decoding that supports our grammars (`constraints.py`)."""
 
 NO_GRAMMARS = (
     "tool_choice and thoughts before JSON need vLLM's setting structured_outputs_config.backend="
@@ -32,11 +34,11 @@ _CPU_CACHE_BYTES = 1 << 30
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def engine_arguments(settings: EngineSettings) -> "AsyncEngineArgs":
-    """vLLM's arguments.
+def build_engine_arguments(settings: EngineSettings) -> "AsyncEngineArgs":
+    """Build vLLM's arguments.
 
     Raises:
-        ConfigError: a setting that cannot be.
+        ConfigError: an invalid setting.
     """
     _import_vllm()
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -63,17 +65,18 @@ def engine_arguments(settings: EngineSettings) -> "AsyncEngineArgs":
         "worker_extension_cls": EXTENSION,
         "enable_sleep_mode": settings.sleep_mode and settings.device.startswith("cuda"),
         "disable_log_stats": True,
-        "max_logprobs": -1,  # teachers of distillation are asked for any number of likeliest words
+        "max_logprobs": -1,  # teachers in distillation may return any number of most likely tokens
         "structured_outputs_config": {"backend": GRAMMAR_BACKEND},
     }
     if settings.tensor_parallel_size * settings.pipeline_parallel_size * settings.data_parallel_size > 1:
-        # Else vLLM takes Ray's inside of an actor with a placement group; its workers then wait for GPUs of their own.
+        # Otherwise vLLM uses Ray's executor inside an actor with a placement group; its workers then wait for extra
+        # GPUs.
         ours["distributed_executor_backend"] = "mp"
     if settings.max_lora_rank:
         ours |= {
             "enable_lora": True,
-            "max_lora_rank": _lora_rank(settings.max_lora_rank),
-            "max_loras": 4,  # those that answer, the one that takes the place of another, and see `_load_lora`
+            "max_lora_rank": _round_up_lora_rank(settings.max_lora_rank),
+            "max_loras": 4,  # adapters in use, a replacement, and see `_load_lora`
             "fully_sharded_loras": settings.fully_sharded_loras,
         }
     if settings.device == "cpu" and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
@@ -84,10 +87,10 @@ def engine_arguments(settings: EngineSettings) -> "AsyncEngineArgs":
 
 
 def _import_vllm() -> None:
-    """vLLM with all that an engine needs. Its packages' own deprecations are nothing that our users can act on.
+    """Import vLLM without the deprecation warnings of its packages, which users cannot act on.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: vLLM is not installed.
     """
     try:
         with warnings.catch_warnings():
@@ -119,8 +122,8 @@ def _check_device(device: str) -> None:
         )
 
 
-def _lora_rank(rank: int) -> int:
-    """The smallest rank that vLLM has room for."""
+def _round_up_lora_rank(rank: int) -> int:
+    """Round up to the smallest adapter rank that vLLM supports."""
     for known in _LORA_RANKS:
         if rank <= known:
             return known
@@ -128,7 +131,7 @@ def _lora_rank(rank: int) -> int:
 
 
 def _check_model(arguments: Mapping[str, Any], device: str, expert_parallel_size: int) -> None:
-    """Refuse models that vLLM would refuse only in its worker processes, a minute later, or at the first request."""
+    """Reject models early that vLLM would reject only in its worker processes or at the first request."""
     from transformers import AutoConfig
 
     tensor, pipeline = arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]
@@ -179,8 +182,9 @@ def _check_head_size(model: str, head_size: int | None) -> None:
 
 
 def _check_no_experts(model: str, config: Any) -> None:
-    """vLLM adds adapters to a mixture's layers by a Triton kernel (`vllm/lora/layers/fused_moe.py`), also where a
-    request has none: its worker dies of the first one."""
+    """Reject adapters of mixtures on a CPU: vLLM applies them with a Triton kernel (`vllm/lora/layers/fused_moe.py`),
+    even for requests without an adapter, and its worker crashes at the first one.
+    """
     if any(getattr(config, name, None) for name in _NUMBERS_OF_EXPERTS):
         raise ConfigError(
             f"generator.model_name={model}: vLLM has no adapters for a mixture of experts on a CPU. Use "
@@ -190,17 +194,18 @@ def _check_no_experts(model: str, config: Any) -> None:
 
 @contextlib.contextmanager
 def process_environment(device: str, start_timeout_seconds: float) -> Iterator[None]:
-    """The environment in which vLLM's processes are started. Ours is as before afterwards, also where vLLM writes to it
-    (`vllm/platforms/cpu.py` does)."""
+    """Set the environment in which vLLM's processes are started, and restore it afterwards, also if vLLM writes to it
+    (`vllm/platforms/cpu.py` does).
+    """
     wanted = {
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads (Ray's, ours) may hang
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # `tempered_sampler.py` knows the sampler of the first one
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forking a process with threads may hang
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # `tempered_sampler.py` supports only version 1
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(start_timeout_seconds)),
         "VLLM_NO_USAGE_STATS": "1",
         OWNER_VARIABLE: str(os.getpid()),
     }
     if device == "cpu":
-        # One thread a process; `auto` wants a NUMA node for each worker and binds all of its cores.
+        # One thread per process; `auto` requires a NUMA node for each worker and binds all its cores.
         wanted |= {"OMP_NUM_THREADS": "1"}
         if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
             wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

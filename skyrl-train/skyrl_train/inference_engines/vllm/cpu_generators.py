@@ -1,8 +1,8 @@
-"""Seeded requests with long prompts on a CPU.
+"""Fix of seeded requests with long prompts in vLLM on a CPU.
 
-vLLM draws a token also for a request of whose prompt it computed only a part, forgets it, and turns the request's
-generator back by an offset (`vllm/v1/worker/gpu_model_runner.py`, `_bookkeeping_sync`). CPU generators have none, and
-the worker dies. Here such a request's generator is not used at all until its prompt is complete.
+vLLM also samples a token for a request with a partially computed prompt, discards it, and rewinds the request's
+generator by an offset (`vllm/v1/worker/gpu_model_runner.py`, `_bookkeeping_sync`). CPU generators have no offset, and
+the worker crashes. Here such a generator is not used until the prompt is complete.
 """
 
 from dataclasses import replace
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata
 
 
-def spare_generators_of_partial_prompts(runner: Any) -> None:
-    """Change a vLLM model runner on a CPU as said above."""
+def save_generators_of_partial_prompts(runner: Any) -> None:
+    """Patch a vLLM model runner on a CPU as described above."""
     forward, bookkeeping = runner.sampler.forward, runner._bookkeeping_sync
 
     def spared_forward(
         logits: "torch.Tensor", sampling_metadata: "SamplingMetadata", *args: object, **kwargs: object
     ) -> "SamplerOutput":
-        kept = _of_complete_prompts(runner)
+        kept = _select_complete_prompts(runner)
         if len(kept) < len(sampling_metadata.generators):
             sampling_metadata = replace(sampling_metadata, generators=kept)
         return forward(logits, sampling_metadata, *args, **kwargs)
 
     def spared_bookkeeping(*args: object, **kwargs: object) -> object:
         everything = runner.input_batch.generators
-        runner.input_batch.generators = _of_complete_prompts(runner)
+        runner.input_batch.generators = _select_complete_prompts(runner)
         try:
             return bookkeeping(*args, **kwargs)
         finally:
@@ -40,7 +40,7 @@ def spare_generators_of_partial_prompts(runner: Any) -> None:
     runner._bookkeeping_sync = spared_bookkeeping
 
 
-def _of_complete_prompts(runner: Any) -> "dict[int, torch.Generator]":
+def _select_complete_prompts(runner: Any) -> "dict[int, torch.Generator]":
     batch = runner.input_batch
     partial = set(np.nonzero(runner.discard_request_mask.np[: batch.num_reqs])[0].tolist())
     return {row: generator for row, generator in batch.generators.items() if row not in partial}

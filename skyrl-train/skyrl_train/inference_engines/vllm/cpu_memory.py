@@ -1,4 +1,4 @@
-"""Memory of a CPU tensor given back without moving the tensor."""
+"""Release of a CPU tensor's memory without moving the tensor."""
 
 import ctypes
 import mmap
@@ -7,12 +7,12 @@ import torch
 
 
 def release(tensor: torch.Tensor) -> int:
-    """Tell Linux that the content of `tensor` is not needed: its whole pages leave memory, and read as zeros later.
+    """Release the memory of `tensor` to Linux: its full pages are freed and read as zeros later.
 
-    Only for private anonymous memory, which is what torch allocates.
+    Only for private anonymous memory, as allocated by torch.
 
     Returns:
-        Bytes of the pages.
+        Size of the freed pages in bytes.
     """
     storage = tensor.untyped_storage()
     start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

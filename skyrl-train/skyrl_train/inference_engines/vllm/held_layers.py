@@ -1,13 +1,13 @@
-"""Layers of a vLLM model in this process: the part of a checkpoint's tensor that each holds, and its numbers, read from
-what the layer computes with.
+"""Weight verification for layers of a vLLM model in this process: the part of a checkpoint tensor in each layer, and
+its values as the layer computes with them.
 
-A table of vLLM's kinds of layers (linear, vocabulary, experts), not of models. Shards follow from the sizes and ranks
-that a layer declares; no loader is asked, so that a loader's mistake cannot hide itself. A kind that is not known here
-gives no regions: its tensors count as unread.
+A table of vLLM's kinds of layers (linear, vocabulary, experts), not of models. Shards are derived from the sizes and
+ranks that a layer declares, independent of loaders, so that errors of a loader are detected. Unknown kinds have no
+regions: their tensors count as unverified.
 
-A weight that is stored as in the checkpoint is read where it lies. A linear layer on a CPU multiplies by a packed copy
-that nothing else can read: its columns are the products with one-hot rows, which are exact in every float format
-(products with 1 and 0, summed with zeros).
+A weight stored as in the checkpoint is read directly. A linear layer on a CPU multiplies by an opaque packed copy: its
+columns are read as products with one-hot rows, which are exact in every float format (products with 1 and 0, summed
+with zeros).
 """
 
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ from skyrl_train.weight_sync.one_hot import as_computed, columns_by_products
 
 Place = tuple[slice | int, ...]
 VllmLayer = Any
-"""Layer of a class of vLLM, which only its worker processes import."""
+"""Layer of a vLLM class, imported only in its worker processes."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a checkpoint's tensor that a layer holds here.
+    """Part of a checkpoint tensor in a layer of this process.
 
     Attributes:
-        layer: vLLM's.
-        parameter: of the layer.
-        source: where the part lies in the checkpoint's tensor.
-        held: where it lies in the parameter.
-        computed: read by products (of a matrix; `held` then has rows alone), else from the parameter.
+        layer: vLLM's layer.
+        parameter: name of the layer's parameter.
+        source: indices of the part in the checkpoint tensor.
+        held: indices in the parameter.
+        computed: read by products (of a matrix; `held` then has only rows) instead of from the parameter.
     """
 
     layer: VllmLayer
@@ -41,26 +41,26 @@ class Region:
     held: Place
     computed: bool = False
 
-    def expected(self, tensor: torch.Tensor, sampling: VerificationSample) -> torch.Tensor:
-        """The sample of the part, of a whole tensor as the trainer sent it, in the dtype of the layer."""
+    def sample_expected(self, tensor: torch.Tensor, sampling: VerificationSample) -> torch.Tensor:
+        """Sample the part of a full tensor as sent by the trainer, in the layer's dtype."""
         part = tensor[self.source]
         if self.computed:
-            return as_computed(part[:, self._columns(sampling)].t().to(self.layer.weight.dtype))
-        return _rows(part, sampling).to(getattr(self.layer, self.parameter).dtype)
+            return as_computed(part[:, self._get_columns(sampling)].t().to(self.layer.weight.dtype))
+        return _sample_rows(part, sampling).to(getattr(self.layer, self.parameter).dtype)
 
-    def num_bytes(self, tensor: torch.Tensor) -> int:
-        """Return the size of the whole part in the dtype of the layer."""
+    def count_bytes(self, tensor: torch.Tensor) -> int:
+        """Count the bytes of the part in the layer's dtype."""
         return tensor[self.source].numel() * getattr(self.layer, self.parameter).itemsize
 
-    def _columns(self, sampling: VerificationSample) -> slice:
-        """The same for all parts of a layer, so that one product serves them."""
-        rows, columns = _matrix_shape(self.layer)
+    def _get_columns(self, sampling: VerificationSample) -> slice:
+        """Return the sampled columns, equal for all parts of a layer, so that one product is enough."""
+        rows, columns = _get_matrix_shape(self.layer)
         return sampling.of(columns, rows * columns * self.layer.weight.itemsize)
 
 
 class LayerReader:
-    """Reader of the current values of regions. Regions of one layer should be read in sequence: common parts are cached
-    for the next.
+    """Reader of the current values of regions. Read the regions of one layer in sequence, since common results are
+    cached.
     """
 
     def __init__(self, sampling: VerificationSample):
@@ -68,13 +68,13 @@ class LayerReader:
         self._key: tuple[int, str] | None = None
         self._kept = torch.empty(0)
 
-    def held(self, region: Region) -> torch.Tensor:
-        """The counterpart of `Region.expected`."""
+    def sample_loaded(self, region: Region) -> torch.Tensor:
+        """Sample a region's current values; counterpart of `Region.sample_expected`."""
         if region.computed:
-            columns = region._columns(self._sampling)
-            return self._keep(region, lambda: _columns_of(region.layer, columns))[:, region.held[0]]
-        stored = self._keep(region, lambda: _as_in_checkpoint(region.layer, region.parameter))
-        return _rows(stored[region.held], self._sampling)
+            columns = region._get_columns(self._sampling)
+            return self._keep(region, lambda: _get_matrix_columns(region.layer, columns))[:, region.held[0]]
+        stored = self._keep(region, lambda: _to_checkpoint_order(region.layer, region.parameter))
+        return _sample_rows(stored[region.held], self._sampling)
 
     def _keep(self, region: Region, read: Any) -> torch.Tensor:
         key = (id(region.layer), region.parameter)
@@ -83,26 +83,26 @@ class LayerReader:
         return self._kept
 
 
-def regions_in_layer(layer: torch.nn.Module, parameter: str, part: int | None, shape: torch.Size) -> list[Region]:
-    """The regions of a checkpoint's tensor of `shape` in a layer; none if they are not known.
+def find_layer_regions(layer: torch.nn.Module, parameter: str, part: int | None, shape: torch.Size) -> list[Region]:
+    """Find the regions of a checkpoint tensor of `shape` in a layer; empty if unknown.
 
     Args:
-        part: which of the tensors that the layer keeps side by side this is (q, k, v; gate, up); None: all of them.
+        part: index of the tensor in a fused layer (q, k, v; gate, up); None: all of them.
     """
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     if isinstance(layer, LinearBase):
-        return _linear(layer, parameter, part, shape)
+        return _find_linear_regions(layer, parameter, part, shape)
     if isinstance(layer, VocabParallelEmbedding):
-        return _vocabulary(layer, parameter, shape)
+        return _find_vocabulary_regions(layer, parameter, shape)
     stored = layer._parameters.get(parameter)
     if stored is None or stored.shape != shape or part is not None:
         return []
-    return [Region(layer, parameter, _whole(shape), _whole(shape))]
+    return [Region(layer, parameter, _find_whole_region(shape), _find_whole_region(shape))]
 
 
-def _whole(shape: torch.Size) -> Place:
+def _find_whole_region(shape: torch.Size) -> Place:
     return tuple(slice(0, size) for size in shape)
 
 
@@ -111,15 +111,15 @@ def _whole(shape: torch.Size) -> Place:
 
 @dataclass(frozen=True)
 class _Shard:
-    """The rows of one of a layer's tensors that are here."""
+    """Local rows of one tensor of a layer."""
 
     start: int
     size: int
     of: int
 
 
-def _linear(layer: VllmLayer, parameter: str, part: int | None, shape: torch.Size) -> list[Region]:
-    shards, columns = _shards_of(layer)
+def _find_linear_regions(layer: VllmLayer, parameter: str, part: int | None, shape: torch.Size) -> list[Region]:
+    shards, columns = _find_shards(layer)
     picked = shards if part is None else shards[part : part + 1]
     if sum(shard.of for shard in picked) != shape[0] or parameter not in ("weight", "bias"):
         return []
@@ -131,20 +131,24 @@ def _linear(layer: VllmLayer, parameter: str, part: int | None, shape: torch.Siz
     for shard in picked:
         source = slice(source_start + shard.start, source_start + shard.start + shard.size)
         held = slice(held_start, held_start + shard.size)
-        regions += _matrix(layer, source, columns, held) if parameter == "weight" else [_bias(layer, source, held)]
+        regions += (
+            _build_matrix_regions(layer, source, columns, held)
+            if parameter == "weight"
+            else [_build_bias_regions(layer, source, held)]
+        )
         source_start += shard.of
         held_start += shard.size
     return regions
 
 
-def _shards_of(layer: VllmLayer) -> tuple[list[_Shard], slice]:
-    """Rows of each tensor that a linear layer keeps, and the columns of all; no rows if its kind is not known."""
+def _find_shards(layer: VllmLayer) -> tuple[list[_Shard], slice]:
+    """Find the local rows of each tensor of a linear layer, and their common columns; no rows if unknown."""
     from vllm.model_executor.layers import linear
 
     rank, size = layer.tp_rank, layer.tp_size
     all_columns = slice(0, layer.input_size)
-    if _loads_as(layer, linear.QKVParallelLinear):
-        copies = layer.num_kv_head_replicas  # of a key-value head, where there are fewer of them than processes
+    if _is_loaded_as(layer, linear.QKVParallelLinear):
+        copies = layer.num_kv_head_replicas  # replicas of a key-value head, if fewer heads than processes
         query, key, value = (
             layer.num_heads * layer.head_size,
             *(layer.num_kv_heads * head_size for head_size in (layer.head_size, layer.v_head_size)),
@@ -154,78 +158,82 @@ def _shards_of(layer: VllmLayer) -> tuple[list[_Shard], slice]:
             _Shard(rank // copies * key, key, size // copies * key),
             _Shard(rank // copies * value, value, size // copies * value),
         ], all_columns
-    if _loads_as(layer, linear.MergedColumnParallelLinear):
+    if _is_loaded_as(layer, linear.MergedColumnParallelLinear):
         return [_Shard(rank * (rows // size), rows // size, rows) for rows in layer.output_sizes], all_columns
-    if _loads_as(layer, linear.ColumnParallelLinear):
+    if _is_loaded_as(layer, linear.ColumnParallelLinear):
         rows = layer.output_size // size
         return [_Shard(rank * rows, rows, layer.output_size)], all_columns
-    if _loads_as(layer, linear.RowParallelLinear):
+    if _is_loaded_as(layer, linear.RowParallelLinear):
         width = layer.input_size // size
         return [_Shard(0, layer.output_size, layer.output_size)], slice(rank * width, (rank + 1) * width)
-    if _loads_as(layer, linear.ReplicatedLinear):
+    if _is_loaded_as(layer, linear.ReplicatedLinear):
         return [_Shard(0, layer.output_size, layer.output_size)], all_columns
     return [], all_columns
 
 
-def _loads_as(layer: VllmLayer, kind: type) -> bool:
-    """Return whether a layer shards its weights as `kind` does; one with a loader of its own does not."""
+def _is_loaded_as(layer: VllmLayer, kind: type) -> bool:
+    """Return whether a layer shards its weights like `kind`; False for a custom loader."""
     loaders = ("weight_loader", "weight_loader_v2")
     return isinstance(layer, kind) and all(
         getattr(type(layer), loader, None) is getattr(kind, loader, None) for loader in loaders
     )
 
 
-def _matrix(layer: VllmLayer, rows: slice, columns: slice, held_rows: slice) -> list[Region]:
+def _build_matrix_regions(layer: VllmLayer, rows: slice, columns: slice, held_rows: slice) -> list[Region]:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     if not isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
         return []
-    if hasattr(layer, "cpu_linear") and not _looks_up(layer):
+    if hasattr(layer, "cpu_linear") and not _is_lookup(layer):
         return [Region(layer, "weight", (rows, columns), (held_rows,), computed=True)]
-    if layer.weight.shape != _matrix_shape(layer):
+    if layer.weight.shape != _get_matrix_shape(layer):
         return []  # swizzled for a kernel
     return [Region(layer, "weight", (rows, columns), (held_rows, slice(0, columns.stop - columns.start)))]
 
 
-def _bias(layer: VllmLayer, rows: slice, held_rows: slice) -> Region:
+def _build_bias_regions(layer: VllmLayer, rows: slice, held_rows: slice) -> Region:
     return Region(layer, "bias", (rows,), (held_rows,))
 
 
-def _matrix_shape(layer: VllmLayer) -> tuple[int, int]:
+def _get_matrix_shape(layer: VllmLayer) -> tuple[int, int]:
     """Return the shape of a layer's matrix in this process: outputs, inputs."""
     if hasattr(layer, "num_embeddings_per_partition"):
         return layer.num_embeddings_per_partition, layer.embedding_dim
-    shards, columns = _shards_of(layer)
+    shards, columns = _find_shards(layer)
     return sum(shard.size for shard in shards), columns.stop - columns.start
 
 
-def _columns_of(layer: VllmLayer, columns: slice) -> torch.Tensor:
-    """Columns of the matrix that a layer multiplies by, one a row. [columns, outputs]"""
+def _get_matrix_columns(layer: VllmLayer, columns: slice) -> torch.Tensor:
+    """Return columns of the matrix that a layer multiplies by, one per row: [columns, outputs]."""
     weight = layer.weight
     return columns_by_products(
-        lambda rows: layer.quant_method.apply(layer, rows), _matrix_shape(layer), columns, weight.dtype, weight.device
+        lambda rows: layer.quant_method.apply(layer, rows),
+        _get_matrix_shape(layer),
+        columns,
+        weight.dtype,
+        weight.device,
     )
 
 
 # ---- vocabularies
 
 
-def _vocabulary(layer: VllmLayer, parameter: str, shape: torch.Size) -> list[Region]:
+def _find_vocabulary_regions(layer: VllmLayer, parameter: str, shape: torch.Size) -> list[Region]:
     shard = layer.shard_indices
     if shard.added_vocab_end_index > shard.added_vocab_start_index or shape[0] != layer.org_vocab_size:
         return []
     rows = slice(shard.org_vocab_start_index, shard.org_vocab_end_index)
     held = slice(0, rows.stop - rows.start)
     if parameter == "bias":
-        return [_bias(layer, rows, held)]
+        return [_build_bias_regions(layer, rows, held)]
     if parameter != "weight" or shape[1:] != (layer.embedding_dim,):
         return []
-    return _matrix(layer, rows, slice(0, layer.embedding_dim), held)
+    return _build_matrix_regions(layer, rows, slice(0, layer.embedding_dim), held)
 
 
-def _looks_up(layer: VllmLayer) -> bool:
-    """A vocabulary that picks rows, where an LM head multiplies."""
+def _is_lookup(layer: VllmLayer) -> bool:
+    """Return whether a vocabulary layer is an embedding lookup; an LM head multiplies."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     return isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
@@ -235,21 +243,21 @@ def _looks_up(layer: VllmLayer) -> bool:
 
 
 def is_experts(layer: VllmLayer) -> bool:
-    """A layer that holds the weights of experts."""
+    """Return whether a layer has expert weights."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     return isinstance(layer, RoutedExperts)
 
 
-def regions_in_experts(layer: VllmLayer, kind: str, expert: int | None, shape: torch.Size) -> list[Region]:
-    """The regions of a tensor of `shape` in a layer of experts; none if they are not known or not here.
+def find_expert_regions(layer: VllmLayer, kind: str, expert: int | None, shape: torch.Size) -> list[Region]:
+    """Find the regions of a tensor of `shape` in an expert layer; empty if unknown or not local.
 
     Args:
         kind: `gate`, `up`, `gate_up` or `down`.
-        expert: None: the tensor stacks all of them.
+        expert: index; None: the tensor stacks all experts.
     """
-    experts = _experts_here(layer, expert, shape)
-    if experts is None or not _layout_is_known(layer):
+    experts = _find_local_experts(layer, expert, shape)
+    if experts is None or not _is_known_layout(layer):
         return []
     source_experts, held_experts = experts
     config = layer.moe_config
@@ -267,7 +275,7 @@ def regions_in_experts(layer: VllmLayer, kind: str, expert: int | None, shape: t
     regions = []
     for index, half in enumerate(halves):
         start = index * height + rank * here
-        held_start = 0 if half == "gate" else _height_of_gate(layer)
+        held_start = 0 if half == "gate" else _get_gate_height(layer)
         regions.append(
             Region(
                 layer,
@@ -279,8 +287,8 @@ def regions_in_experts(layer: VllmLayer, kind: str, expert: int | None, shape: t
     return regions
 
 
-def _experts_here(layer: VllmLayer, expert: int | None, shape: torch.Size) -> tuple[Place, Place] | None:
-    """Locate this process's experts: their place in the tensor (empty for one expert's own), and in the layer."""
+def _find_local_experts(layer: VllmLayer, expert: int | None, shape: torch.Size) -> tuple[Place, Place] | None:
+    """Locate this process's experts: indices in the tensor (empty for a single expert's tensor) and in the layer."""
     config, manager = layer.moe_config, layer.expert_map_manager
     if config.num_experts != config.num_logical_experts or manager.num_fused_shared_experts:
         return None
@@ -296,14 +304,14 @@ def _experts_here(layer: VllmLayer, expert: int | None, shape: torch.Size) -> tu
     return (slice(here[0], here[0] + len(here)),), (slice(0, len(here)),)
 
 
-def _height_of_gate(layer: VllmLayer) -> int:
-    """Rows before those of `up`, with padding. (While weights are loaded, the layer has its parameters without it.)"""
+def _get_gate_height(layer: VllmLayer) -> int:
+    """Return the number of rows before `up`, with padding. (During loading, parameters have no padding.)"""
     if layer.quant_method.unquantized_backend.name == "CPU":
-        return _experts_of(layer)._padded_intermediate_size(layer.moe_config)
+        return _get_expert_kernel(layer)._padded_intermediate_size(layer.moe_config)
     return layer.w13_weight.shape[1] // 2
 
 
-def _layout_is_known(layer: VllmLayer) -> bool:
+def _is_known_layout(layer: VllmLayer) -> bool:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     if not isinstance(layer.quant_method, UnquantizedFusedMoEMethod) or layer.is_fused_checkpoint_transposed:
@@ -312,29 +320,30 @@ def _layout_is_known(layer: VllmLayer) -> bool:
         return False
     backend = layer.quant_method.unquantized_backend.name
     if backend == "CPU":
-        return not _experts_of(layer)._use_zentorch
+        return not _get_expert_kernel(layer)._use_zentorch
     return backend in ("TRITON", "BATCHED_TRITON")  # others shuffle
 
 
-def _experts_of(layer: VllmLayer) -> VllmLayer:
+def _get_expert_kernel(layer: VllmLayer) -> VllmLayer:
     """Return the kernel that computes with a layer's experts."""
     return layer.quant_method.moe_kernel.fused_experts
 
 
-def _as_in_checkpoint(layer: VllmLayer, parameter: str) -> torch.Tensor:
-    """A parameter in the order of a checkpoint. Experts on a CPU are packed in another one."""
+def _to_checkpoint_order(layer: VllmLayer, parameter: str) -> torch.Tensor:
+    """Return a parameter in checkpoint order. Experts on a CPU are packed in another order."""
     stored = getattr(layer, parameter).detach()
     if stored.dim() != 3 or stored.device.type != "cpu" or not is_experts(layer):
         return stored
-    order = _packed_order(stored, _experts_of(layer).isa)
+    order = _compute_packed_order(stored, _get_expert_kernel(layer).isa)
     unpacked = torch.empty_like(stored).view(len(stored), -1)
     unpacked[:, order] = stored.reshape(len(stored), -1)
     return unpacked.view(stored.shape)
 
 
-def _packed_order(stored: torch.Tensor, isa: str) -> torch.Tensor:
-    """Find the index in an expert's matrix of each number of the packed one, by packing the digits of their
-    indices (to base 256, exact in every float format). [numbers of an expert]"""
+def _compute_packed_order(stored: torch.Tensor, isa: str) -> torch.Tensor:
+    """Compute the index in an expert's matrix of each packed number, by packing the base-256 digits of the indices
+    (exact in every float format). Shape: [numbers of an expert].
+    """
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     numbers = torch.arange(stored[0].numel())
@@ -345,8 +354,8 @@ def _packed_order(stored: torch.Tensor, isa: str) -> torch.Tensor:
     return order
 
 
-def _rows(part: torch.Tensor, sampling: VerificationSample) -> torch.Tensor:
-    """The sample of a stored part: some of the rows of its matrices."""
+def _sample_rows(part: torch.Tensor, sampling: VerificationSample) -> torch.Tensor:
+    """Sample a stored part: some rows of its matrices."""
     if part.dim() < 2:
         return part
     picked = sampling.of(part.shape[-2], part.numel() * part.itemsize)

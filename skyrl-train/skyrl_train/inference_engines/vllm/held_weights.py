@@ -1,4 +1,4 @@
-"""Comparison of the weights that a vLLM worker was sent with those that it computes with afterwards."""
+"""Comparison of the weights sent to a vLLM worker with the weights that it computes with afterwards."""
 
 import re
 from collections.abc import Iterable
@@ -9,9 +9,9 @@ import torch
 from skyrl_train.inference_engines.vllm.held_layers import (
     LayerReader,
     Region,
+    find_expert_regions,
+    find_layer_regions,
     is_experts,
-    regions_in_experts,
-    regions_in_layer,
 )
 from skyrl_train.inference_engines.vllm.weight_names import WeightNames
 from skyrl_train.weight_sync.base import ProcessReport
@@ -24,10 +24,10 @@ _BASE = ".base_layer"
 
 
 class HeldWeights:
-    """The places of a checkpoint's tensors in a model.
+    """Map from a checkpoint's tensors to regions of a model.
 
     Args:
-        tied: layers that share another one's weight: (layer, the other).
+        tied: pairs (layer, layer that owns its weight).
     """
 
     def __init__(self, model: Any, tied: Iterable[tuple[Any, Any]]):
@@ -39,13 +39,13 @@ class HeldWeights:
         self._parts = {part: (whole, index) for whole, parts in packed.items() for index, part in enumerate(parts)}
         self._tied = list(tied)
 
-    def regions(self, name: str, shape: torch.Size) -> list[Region]:
-        """Return the regions in which this process holds a tensor; none if it does not, or if they are not known."""
-        name = self._names.of(name)
-        return self._regions(name, shape) or self._regions(self._renamed(name), shape)
+    def find_regions(self, name: str, shape: torch.Size) -> list[Region]:
+        """Return the regions of a tensor in this process; empty if not local or unknown."""
+        name = self._names.to_vllm(name)
+        return self._find_regions(name, shape) or self._find_regions(self._rename(name), shape)
 
-    def _regions(self, name: str, shape: torch.Size) -> list[Region]:
-        if (experts := _EXPERTS.fullmatch(name)) and (found := self._in_experts(experts, shape)):
+    def _find_regions(self, name: str, shape: torch.Size) -> list[Region]:
+        if (experts := _EXPERTS.fullmatch(name)) and (found := self._find_expert_regions(experts, shape)):
             return found
         path, _, parameter = name.rpartition(".")
         layer, part = self._layers.get(path), None
@@ -55,13 +55,13 @@ class HeldWeights:
             layer = self._layers.get(f"{parent}.{whole}" if parent else whole)
         if layer is None:
             return []
-        found = regions_in_layer(layer, parameter, part, shape)
+        found = find_layer_regions(layer, parameter, part, shape)
         for other in [tied for tied, source in self._tied if source is layer and parameter == "weight"]:
-            shared = regions_in_layer(other, parameter, part, shape)
-            found = found + shared if shared else []  # one that cannot be read leaves the tensor unread
+            shared = find_layer_regions(other, parameter, part, shape)
+            found = found + shared if shared else []  # an unreadable region leaves the tensor unverified
         return found
 
-    def _in_experts(self, name: re.Match[str], shape: torch.Size) -> list[Region]:
+    def _find_expert_regions(self, name: re.Match[str], shape: torch.Size) -> list[Region]:
         path = name["layer"]
         layer = self._layers.get(f"{path}.routed_experts") or self._layers.get(path)
         if layer is None or not is_experts(layer):
@@ -70,10 +70,10 @@ class HeldWeights:
         kinds = {gate: "gate", up: "up", down: "down", "gate_up_proj": "gate_up", "w13": "gate_up"}
         kind = kinds.get(name["kind"])
         expert = None if name["expert"] is None else int(name["expert"])
-        return [] if kind is None else regions_in_experts(layer, kind, expert, shape)
+        return [] if kind is None else find_expert_regions(layer, kind, expert, shape)
 
-    def _renamed(self, name: str) -> str:
-        """Return vLLM's name of a tensor, by the prefixes that a model renames."""
+    def _rename(self, name: str) -> str:
+        """Convert a tensor name to vLLM's, by the model's renamed prefixes."""
         for old, new in self._new_prefixes.items():
             if name.startswith(old) and new is not None:
                 return name.replace(old, new, 1)
@@ -81,9 +81,9 @@ class HeldWeights:
 
 
 class HeldComparison:
-    """One update: `expect` what comes before it is handed to the model, then `report` what the model has made of it.
+    """Comparison for one update: `add_expected` before tensors are loaded, then `build_report` from the loaded model.
 
-    The expectation is a fingerprint of a sample of every region, in the numbers that the layer should compute with.
+    Expected values are fingerprints of a sample of every region, in the layer's dtype.
     """
 
     def __init__(self, weights: HeldWeights, process: str, version: int, verification: Verification):
@@ -92,23 +92,23 @@ class HeldComparison:
         self._report = ProcessReport(process=process, fingerprints={})
         self._expected: list[tuple[str, Region, int]] = []
 
-    def expect(self, tensors: list[NamedTensor]) -> None:
-        """Take note of tensors as they came."""
+    def add_expected(self, tensors: list[NamedTensor]) -> None:
+        """Record tensors as received."""
         version, verification = self._sampling.version, self._sampling.verification
         self._report.fingerprints |= fingerprints_of(tensors, version, verification)
         if verification == "off":
             return
         for name, tensor in tensors:
-            regions = self._weights.regions(name, tensor.shape)
+            regions = self._weights.find_regions(name, tensor.shape)
             for region in regions:
-                sample = region.expected(tensor, self._sampling)
-                self._expected.append((name, region, _fingerprint(sample)))
-                self._report.held_bytes += region.num_bytes(tensor)
+                sample = region.sample_expected(tensor, self._sampling)
+                self._expected.append((name, region, _compute_fingerprint(sample)))
+                self._report.held_bytes += region.count_bytes(tensor)
                 self._report.read_bytes += sample.numel() * sample.itemsize
             if regions:
                 self._report.read.append(name)
 
-    def report(self) -> ProcessReport:
+    def build_report(self) -> ProcessReport:
         """Read every region from its layer."""
         reader = LayerReader(self._sampling)
         wrong = dict.fromkeys(
@@ -116,13 +116,13 @@ class HeldComparison:
             for name, region, expected in sorted(
                 self._expected, key=lambda entry: (id(entry[1].layer), entry[1].parameter)
             )
-            if _fingerprint(reader.held(region)) != expected
+            if _compute_fingerprint(reader.sample_loaded(region)) != expected
         )
         self._report.wrong = [name for name in self._report.read if name in wrong]
         return self._report
 
 
-def _fingerprint(sample: torch.Tensor) -> int:
+def _compute_fingerprint(sample: torch.Tensor) -> int:
     return fingerprints_of([("", sample)], 0, "full")[""]
 
 

@@ -1,4 +1,4 @@
-"""vLLM's asynchronous engine in an event loop of its own: its start, calls with deadlines and named errors, its end."""
+"""vLLM's asynchronous engine in a dedicated event loop: start, calls with deadlines and named errors, shutdown."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
 from skyrl_train.inference_engines.loop_thread import LoopStopped, LoopThread
-from skyrl_train.inference_engines.vllm.processes import children_of_this_process, end_processes
+from skyrl_train.inference_engines.vllm.processes import list_descendants, stop_processes
 from skyrl_train.utils.explanations import explain_expiry
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ _CLOSED = "the vllm engine is closed"
 
 
 class LLMProcesses:
-    """An `AsyncLLM` and the processes that it started. Ready when the constructor returns.
+    """`AsyncLLM` and its processes. Ready when the constructor returns.
 
     Args:
         arguments: vLLM's `AsyncEngineArgs`.
         timeout_seconds: deadline of a call, unless it has its own.
 
     Raises:
-        ConfigError: vLLM refuses the arguments.
+        ConfigError: vLLM rejects the arguments.
         WorkerError: vLLM did not start; its log is this process's output.
     """
 
@@ -41,18 +41,18 @@ class LLMProcesses:
         self._timeout = timeout_seconds
         self._closed = False
         self._loop = LoopThread("vllm-engine")
-        before = children_of_this_process()
+        before = list_descendants()
         try:
             with waiting("vLLM to start", deadline=timeout_seconds):
                 self.llm = self._loop.call_from_thread(_start(arguments))
-            self._processes = [p for p in children_of_this_process() if p not in before]
+            self._processes = [p for p in list_descendants() if p not in before]
         except BaseException:
-            end_processes([p for p in children_of_this_process() if p not in before])
+            stop_processes([p for p in list_descendants() if p not in before])
             self._loop.stop()
             raise
 
     async def run(self, coroutine: Coroutine[None, None, T]) -> T:
-        """Run a coroutine in the engine's loop, however long it takes.
+        """Run a coroutine in the engine's loop without a deadline.
 
         Raises:
             WorkerError: the engine was closed meanwhile.
@@ -63,11 +63,11 @@ class LLMProcesses:
             raise WorkerError(_CLOSED) from None
 
     def run_from_thread(self, coroutine: Coroutine[None, None, T]) -> T:
-        """Block until it is done."""
+        """Run a coroutine and block until it is done."""
         return self._loop.call_from_thread(coroutine)
 
     async def control(self, coroutine: Coroutine[None, None, T], what: str, seconds: float | None = None) -> T:
-        """Run in the engine's loop, with a deadline; a dead vLLM is a WorkerError."""
+        """Run a coroutine in the engine's loop with a deadline. Raises WorkerError if vLLM has crashed."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -83,16 +83,16 @@ class LLMProcesses:
             late = f"the vllm engine did not answer {what} within {limit:g} seconds"
             raise WorkerError(late + await asyncio.to_thread(explain_expiry, late)) from error
         except EngineDeadError as error:
-            raise self.dead(error) from error
+            raise self.build_crash_error(error) from error
 
     def raise_if_dead(self) -> None:
         if self._closed:
             raise WorkerError(_CLOSED)
         if self.llm.errored:
-            raise self.dead(None)
+            raise self.build_crash_error(None)
 
-    def dead(self, error: BaseException | None) -> WorkerError:
-        """Return the error for calls after vLLM's processes ended."""
+    def build_crash_error(self, error: BaseException | None) -> WorkerError:
+        """Build the error for calls after vLLM's processes have exited."""
         if self._closed:
             return WorkerError(_CLOSED)
         cause = "" if error is None else f" ({type(error).__name__}: {error})"
@@ -100,18 +100,19 @@ class LLMProcesses:
 
     # ---- in the engine's loop
 
-    async def rpc(self, method: str, *args: object) -> list[Any]:
-        """Call a method of every worker of every data-parallel replica. (vLLM's own `collective_rpc` calls them all as
-        well, but gives back the answers of the first replica alone.)"""
+    async def call_workers(self, method: str, *args: object) -> list[Any]:
+        """Call a method of every worker of every data-parallel replica. (vLLM's own `collective_rpc` also calls them
+        all, but returns only the results of the first replica.)
+        """
         core: Any = self.llm.engine_core
         replicas = await core.call_utility_all_async("collective_rpc", method, None, args, None)
         return [answer for replica in replicas for answer in replica]
 
-    async def weight_rpc(self, method: str, *args: object) -> list[Any]:
-        """`rpc`, where what a worker raises is a WeightSyncError with its words."""
+    async def call_workers_for_weights(self, method: str, *args: object) -> list[Any]:
+        """Call a method as `call_workers` does, and convert a worker's error to WeightSyncError."""
         try:
-            return await self.rpc(method, *args)
-        except Exception as error:  # vLLM passes on the text of whatever a worker raised
+            return await self.call_workers(method, *args)
+        except Exception as error:  # vLLM forwards the text of any worker error
             if self.llm.errored:
                 raise
             said = _WORKER_ERROR.search(str(error))
@@ -119,31 +120,31 @@ class LLMProcesses:
             raise WeightSyncError(f"vLLM's worker failed in {method}: {words}") from error
 
     async def stop_computing(self) -> None:
-        """No step is under way when this returns, and every token that was written has arrived."""
+        """Wait until no step is running and all generated tokens are delivered."""
         await self.llm.pause_generation(mode="keep", clear_cache=False)
         while not self.llm.engine_core.outputs_queue.empty():  # pyright: ignore[reportAttributeAccessIssue]
             await asyncio.sleep(0.001)
-        for _ in range(3):  # the output handler's turn, then the requests'
+        for _ in range(3):  # let the output handler run, then the requests
             await asyncio.sleep(0)
 
     # ---- the end
 
     def close(self) -> None:
-        """End vLLM's processes. Calls under way fail with `WorkerError`; so does every later one."""
+        """Stop vLLM's processes. Calls in flight and later ones fail with `WorkerError`."""
         if self._closed:
             return
         self._closed = True
         self._loop.stop()
-        with contextlib.suppress(Exception):  # the processes are ended in any case
+        with contextlib.suppress(Exception):  # the processes are stopped in any case
             self.llm.shutdown(timeout=_SHUTDOWN_SECONDS)
             resources: Any = self.llm.engine_core.resources  # pyright: ignore[reportAttributeAccessIssue]
-            resources.ctx.destroy(linger=0)  # ZeroMQ's, which vLLM leaves to the garbage collector
-        end_processes(self._processes)
-        del self.llm  # its own end must not come when the interpreter's has begun
+            resources.ctx.destroy(linger=0)  # ZeroMQ sockets, which vLLM leaves to the garbage collector
+        stop_processes(self._processes)
+        del self.llm  # its finalizer must not run during interpreter shutdown
 
 
 async def _start(arguments: Any) -> "AsyncLLM":
-    """Start vLLM in the loop that it will belong to; this blocks the loop, in which nothing else runs yet."""
+    """Start vLLM in its future event loop. Blocks the loop, in which nothing else runs yet."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     try:

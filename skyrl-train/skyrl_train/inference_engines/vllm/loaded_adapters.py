@@ -1,4 +1,4 @@
-"""The adapters that a vLLM engine has loaded, by name."""
+"""Loaded adapters of a vLLM engine, by name."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class LoadedAdapter:
-    """One that took another's place has a number of its own."""
+    """Loaded adapter; a replacement has a new number."""
 
     request: "LoRARequest"
     version: int
@@ -25,7 +25,7 @@ class LoadedAdapters:
     """Adapters loaded in the engine. Belongs to the engine's event loop.
 
     Args:
-        most: how many may be loaded, those that are replaced and still answer among them; None: vLLM's own bound.
+        most: maximum number of loaded adapters, including replaced ones in use; None: vLLM's limit.
     """
 
     def __init__(self, processes: LLMProcesses, most: int | None):
@@ -34,7 +34,7 @@ class LoadedAdapters:
         self._by_name: dict[str, LoadedAdapter] = {}
         self._num_loaded = 0
 
-    def named(self, name: str) -> LoadedAdapter:
+    def get_by_name(self, name: str) -> LoadedAdapter:
         """
         Raises:
             ValueError: no adapter has that name.
@@ -44,7 +44,7 @@ class LoadedAdapters:
         return self._by_name[name]
 
     async def load(self, request: LoraLoadRequest) -> WeightReport:
-        """Take the place of the one with this name, which goes when its last request has ended."""
+        """Load an adapter, replacing one with this name, which is removed after its last request."""
         from vllm.lora.request import LoRARequest
 
         llm = self._processes.llm
@@ -55,41 +55,41 @@ class LoadedAdapters:
             )
         self._num_loaded += 1
         number = self._num_loaded
-        # A name of its own as well: vLLM keys cached prefixes by name and path.
+        # Also a unique name: vLLM keys cached prefixes by name and path.
         lora = LoRARequest(lora_name=f"{request.name}-{number}", lora_int_id=number, lora_path=request.path)
         try:
             loaded = await llm.add_lora(lora)
-        except Exception as error:  # vLLM passes on the text of whatever a worker raised
+        except Exception as error:  # vLLM forwards the text of any worker error
             if llm.errored:
                 raise
             raise WeightSyncError(f"vLLM did not load adapter {request.name!r} from {request.path}: {error}") from error
         if not loaded:
             raise WeightSyncError(f"vLLM did not load adapter {request.name!r} from {request.path}")
-        reports = await self._processes.weight_rpc("skyrl_lora", number, request.path, request.version)
+        reports = await self._processes.call_workers_for_weights("skyrl_lora", number, request.path, request.version)
         before = self._by_name.get(request.name)
         self._by_name[request.name] = LoadedAdapter(lora, request.version)
         if before is not None:
             before.replaced = True
-            await self.forget_if_unused(before)
-        return WeightReport(version=request.version, fingerprints=merged_reports(reports))
+            await self.remove_if_unused(before)
+        return WeightReport(version=request.version, fingerprints=merge_reports(reports))
 
     async def unload(self, name: str) -> None:
-        adapter = self.named(name)
+        adapter = self.get_by_name(name)
         del self._by_name[name]
         adapter.replaced = True
-        await self.forget_if_unused(adapter)
+        await self.remove_if_unused(adapter)
 
-    async def forget_if_unused(self, adapter: LoadedAdapter) -> None:
+    async def remove_if_unused(self, adapter: LoadedAdapter) -> None:
         if adapter.replaced and not adapter.num_running and not self._processes.llm.errored:
             adapter.replaced = False  # once
             await self._processes.llm.remove_lora(adapter.request.lora_int_id)
 
 
-def merged_reports(reports: list[dict[str, int]]) -> dict[str, int]:
-    """One report of the workers' reports.
+def merge_reports(reports: list[dict[str, int]]) -> dict[str, int]:
+    """Merge the workers' reports.
 
     Raises:
-        WeightSyncError: two workers were given different bytes.
+        WeightSyncError: two workers received different bytes.
     """
     merged: dict[str, int] = {}
     for report in reports:

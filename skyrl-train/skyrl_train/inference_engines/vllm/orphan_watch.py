@@ -1,7 +1,7 @@
-"""vLLM's processes end with the process that they belong to, however it ends.
+"""Watch that ends vLLM's processes with their owner process, even if it is killed.
 
-`kill -9` of a parent leaves vLLM's EngineCore and workers behind. Every worker imports the worker extension, which
-calls `watch_owner`; a worker whose owner is gone ends its parent (the EngineCore) and itself.
+After `kill -9` of the parent, vLLM's EngineCore and workers would survive. Every worker imports the worker extension,
+which calls `start_owner_watch`; a worker without owner kills its parent (the EngineCore) and itself.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ _INTERVAL_SECONDS = 0.5
 _started = threading.Event()
 
 
-def watch_owner() -> None:
-    """Start the watch, once a process. Does nothing in a process that nobody's multiprocessing started."""
+def start_owner_watch() -> None:
+    """Start the watch, once per process. No effect in a process not started by multiprocessing."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None or _started.is_set() or not os.path.exists("/proc/self/stat"):
         return
     _started.set()
     owner = int(os.environ.get(OWNER_VARIABLE, parent.pid))
     arguments = (owner, _start_time(owner), parent.pid)
-    threading.Thread(target=_watch, args=arguments, name="orphan-watch", daemon=True).start()
+    threading.Thread(target=_run_watch, args=arguments, name="orphan-watch", daemon=True).start()
 
 
-def _watch(owner: int, started: str | None, parent: int) -> None:
+def _run_watch(owner: int, started: str | None, parent: int) -> None:
     while os.getppid() == parent and started is not None and _start_time(owner) == started:
         time.sleep(_INTERVAL_SECONDS)
     if parent != owner and os.getppid() == parent:
@@ -38,7 +38,9 @@ def _watch(owner: int, started: str | None, parent: int) -> None:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return the start time of a process, which tells it from a later one with its id; None: it is gone."""
+    """Return the start time of a process, which distinguishes it from a later one with the same id; None if it has
+    exited.
+    """
     try:
         with open(f"/proc/{pid}/stat") as file:
             words = file.read().rpartition(")")[2].split()

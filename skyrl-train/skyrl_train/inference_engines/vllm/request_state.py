@@ -1,27 +1,27 @@
-"""State of a request in vLLM: the tokens so far."""
+"""State of a request in vLLM: its tokens so far."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from skyrl_train.inference_engines.base import StopReason, TopLogProbs
-from skyrl_train.inference_engines.request import Completion, top_log_probs_of
+from skyrl_train.inference_engines.request import Completion, build_top_log_probs
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 UNLABELLED = "default"
-"""vLLM's label of the weights that it started with (`vllm/v1/engine/core.py`); our version 0."""
+"""vLLM's label of its initial weights (`vllm/v1/engine/core.py`), version 0."""
 
 
 @dataclass(eq=False)
 class RequestState:
-    """State of one request; grows by `take` until `stop_reason` is set.
+    """State of one request, updated by `take` until `stop_reason` is set.
 
     Args:
         request_id: vLLM's name for the request; empty for one that never reached vLLM.
-        lora_version: of the adapter that answers, if one does; its tokens have this version.
-        num_top: likeliest words that are asked for in the place of each prompt token.
-        num_answer_top: likeliest tokens that are asked for in the place of each token of the answer.
+        lora_version: version of the request's adapter, if any; its tokens get this version.
+        num_top: number of most likely tokens to return at each prompt position.
+        num_answer_top: number of most likely tokens to return at each position of the completion.
     """
 
     request_id: str = ""
@@ -31,33 +31,33 @@ class RequestState:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
-    """Token and log-prob of the likeliest tokens in each place, the place's own among them."""
+    """Most likely tokens and log-probs at each position, including the position's own token."""
     prompt_log_probs: list[float] = field(default_factory=list)
     prompt_top: TopLogProbs | None = None
     weight_versions: list[int] = field(default_factory=list)
     num_cached_prompt_tokens: int | None = None
     stop_reason: StopReason | None = None
     withdrawn: bool = False
-    """Taken back before its first token, to be sent again: nobody sees this answer."""
+    """Cancelled before its first token to be sent again; this result is not returned."""
 
     @property
     def has_begun(self) -> bool:
         return bool(self.token_ids)
 
-    def completion(self) -> Completion:
+    def build_completion(self) -> Completion:
         return Completion(
             token_ids=self.token_ids,
             stop_reason=self.stop_reason or "abort",
             weight_versions=self.weight_versions,
             log_probs=self.log_probs,
-            top=top_log_probs_of(self.top, self.num_answer_top) if self.num_answer_top else None,
+            top=build_top_log_probs(self.top, self.num_answer_top) if self.num_answer_top else None,
             prompt_log_probs=self.prompt_log_probs,
             prompt_top=self.prompt_top,
             num_cached_prompt_tokens=self.num_cached_prompt_tokens,
         )
 
     def take(self, output: "RequestOutput") -> None:
-        """Add what vLLM reports since the last time."""
+        """Add new output of vLLM."""
         (completion,) = output.outputs
         self.num_cached_prompt_tokens = output.num_cached_tokens
         self.token_ids += completion.token_ids
@@ -66,7 +66,7 @@ class RequestState:
             self.log_probs += [
                 position[token].logprob
                 for position, token in zip(log_probs, completion.token_ids, strict=True)
-                if position is not None  # vLLM's type allows it; a written token has one
+                if position is not None  # permitted by vLLM's type; generated tokens always have one
             ]
             if self.num_answer_top:
                 self.top += [
@@ -85,25 +85,25 @@ class RequestState:
                     for position in output.prompt_logprobs
                     if position
                 ]
-                self.prompt_top = top_log_probs_of(places, self.num_top)
+                self.prompt_top = build_top_log_probs(places, self.num_top)
         if output.finished:
             self._end(completion.finish_reason)
-            self._label(completion.weight_versions or [])
+            self._get_label(completion.weight_versions or [])
 
     def _end(self, finish_reason: str | None) -> None:
         if finish_reason not in ("stop", "length", "abort"):
             raise RuntimeError(f"vLLM ended a request with {finish_reason!r}")
         self.stop_reason = finish_reason
 
-    def _label(self, spans: list) -> None:
+    def _get_label(self, spans: list) -> None:
         if self.lora_version is not None:
             self.weight_versions = [self.lora_version] * len(self.token_ids)
             return
-        self.weight_versions = [version_of(span.version) for span in spans for _ in range(span.start, span.end)]
+        self.weight_versions = [parse_version(span.version) for span in spans for _ in range(span.start, span.end)]
         if len(self.weight_versions) != len(self.token_ids):
             raise RuntimeError(f"vLLM told the versions of {len(self.weight_versions)} of {len(self.token_ids)} tokens")
 
 
-def version_of(label: str) -> int:
-    """Our number for vLLM's label."""
+def parse_version(label: str) -> int:
+    """Convert vLLM's label to a version number."""
     return 0 if label == UNLABELLED else int(label)

@@ -1,6 +1,6 @@
-"""Our sampling keywords in vLLM's words, for its Python interface and for its servers. Does not import vllm at the top.
+"""Conversion of sampling keywords for vLLM's Python interface and servers. Imports vllm lazily.
 
-The meaning of every keyword is the native engine's (`native/requests.py` checks them); here is only what vLLM calls it.
+Keywords are defined and validated by the native engine (`native/requests.py`); this module only translates them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,13 +9,14 @@ from skyrl_train.errors import UnsupportedByEngine
 from skyrl_train.inference_engines.base import SamplingKeywords
 from skyrl_train.inference_engines.constraints import Constraint
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair, split_seed
-from skyrl_train.inference_engines.native.sampling import random_key
+from skyrl_train.inference_engines.native.sampling import compute_random_key
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VLLMSamplingParams
 
 SMALLEST_TEMPERATURE = 0.01
-"""vLLM raises smaller ones to this (`vllm/sampling_params.py`, `_MAX_TEMP`), so they are refused."""
+"""Smallest temperature that vLLM does not change (`vllm/sampling_params.py`, `_MAX_TEMP`); smaller ones are rejected.
+"""
 
 
 ANSWER_FROM_START = (
@@ -24,9 +25,10 @@ ANSWER_FROM_START = (
 )
 
 
-def vllm_split_seed(given: SamplingKeywords) -> tuple[EngineSamplingParams, SeedPair | None]:
-    """Check sampling settings as `split_seed` does, and that vLLM takes the temperature for what it is. Used for remote
-    servers of every kind."""
+def check_and_split_seed(given: SamplingKeywords) -> tuple[EngineSamplingParams, SeedPair | None]:
+    """Check sampling settings as `split_seed` does, and that vLLM would not change the temperature. Used for remote
+    servers of every kind.
+    """
     params, seed = split_seed(given)
     if params.return_kept_tokens:
         raise UnsupportedByEngine("return_kept_tokens: the native engine alone returns the tokens that truncation kept")
@@ -40,20 +42,21 @@ def vllm_split_seed(given: SamplingKeywords) -> tuple[EngineSamplingParams, Seed
     return params, seed
 
 
-def seed_of(pair: SeedPair | None, num_prompt_tokens: int) -> int | None:
-    """One number in [0, 2**63) from (seed, index) and the prompt's length.
+def compute_seed(pair: SeedPair | None, num_prompt_tokens: int) -> int | None:
+    """Compute one number in [0, 2**63) from (seed, index) and the prompt's length.
 
-    vLLM begins a request's random numbers anew with each request. The length keeps an aborted answer that is sent again
-    behind its prompt from drawing the numbers of its first tokens a second time.
+    vLLM restarts the random numbers with each request. The length prevents a continued completion from reusing the
+    numbers of its first tokens.
     """
     if pair is None:
         return None
-    return int(random_key(int(random_key(*pair)), num_prompt_tokens)) >> 1
+    return int(compute_random_key(int(compute_random_key(*pair)), num_prompt_tokens)) >> 1
 
 
-def http_sampling(params: EngineSamplingParams, seed: int | None) -> SamplingKeywords:
-    """The sampling part of a body for `/v1/completions`. Every keyword is there, so that a server's own defaults (those
-    of the model's `generation_config.json`) change nothing."""
+def build_http_sampling(params: EngineSamplingParams, seed: int | None) -> SamplingKeywords:
+    """Build the sampling fields of a body for `/v1/completions`. Every keyword is set, so that a server's defaults
+    (from the model's `generation_config.json`) have no effect.
+    """
     return {
         "max_tokens": params.max_tokens,
         "temperature": 0.0 if params.is_greedy else params.temperature,
@@ -64,7 +67,7 @@ def http_sampling(params: EngineSamplingParams, seed: int | None) -> SamplingKey
         "frequency_penalty": params.frequency_penalty,
         "presence_penalty": params.presence_penalty,
         "logit_bias": dict(params.logit_bias) or None,
-        "structured_outputs": None if params.constraint is None else structured_outputs(params.constraint),
+        "structured_outputs": None if params.constraint is None else build_structured_outputs(params.constraint),
         "stop": list(params.stop),
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": params.ignore_eos,
@@ -78,22 +81,23 @@ def http_sampling(params: EngineSamplingParams, seed: int | None) -> SamplingKey
     }
 
 
-def structured_outputs(constraint: Constraint) -> dict[str, Any]:
-    """Return a constraint in vLLM's words. Raises ValueError if its text is no JSON object."""
+def build_structured_outputs(constraint: Constraint) -> dict[str, Any]:
+    """Convert a constraint to vLLM's fields. Raises ValueError if its text is not a JSON object."""
     if constraint.kind == "lark":
         return {"grammar": constraint.text}
-    return {"json": constraint.bounded_schema()}
+    return {"json": constraint.build_bounded_schema()}
 
 
-def vllm_sampling(params: EngineSamplingParams, seed: int | None) -> "VLLMSamplingParams":
-    """vLLM's own object. Tokens arrive in two parts: the first one, which tells that the request has begun, and the
-    rest when it ends; parts in between would only cost time."""
+def build_vllm_sampling(params: EngineSamplingParams, seed: int | None) -> "VLLMSamplingParams":
+    """Build vLLM's `SamplingParams`. Output arrives in two parts: the first token, which shows that the request has
+    started, and the rest at its end; intermediate parts would only cost time.
+    """
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    keywords = http_sampling(params, seed)
+    keywords = build_http_sampling(params, seed)
     if params.constraint is not None:
-        keywords["structured_outputs"] = StructuredOutputsParams(**structured_outputs(params.constraint))
+        keywords["structured_outputs"] = StructuredOutputsParams(**build_structured_outputs(params.constraint))
     return VLLMSamplingParams(
         **keywords,
         detokenize=bool(params.stop),

@@ -1,9 +1,8 @@
-"""Log-probs of the distribution that the trainer computes: log softmax(logits / temperature), temperature 1 if greedy.
+"""Log-probs as computed by the trainer, for vLLM: log softmax(logits / temperature), temperature 1 if greedy.
 
-vLLM reports either log softmax(logits) (`raw_logprobs`) or that of the logits after penalties and truncation
-(`processed_logprobs`), both behind the mask of a constraint; neither is it. So the sampler's step from raw logits to
-reported log-probs is replaced, in the worker processes, by one that divides by each request's temperature. What is
-drawn does not change.
+vLLM reports either log softmax(logits) (`raw_logprobs`) or log-probs after penalties and truncation
+(`processed_logprobs`), both after the mask of a constraint. Therefore the step from raw logits to reported log-probs is
+replaced in the worker processes by one that divides by each request's temperature. Sampled tokens do not change.
 """
 
 from collections.abc import Callable
@@ -20,12 +19,12 @@ T = TypeVar("T")
 _GREEDY_BELOW = 1e-5
 
 
-def tempered_log_softmax(logits: torch.Tensor, temperature: torch.Tensor | float | None) -> torch.Tensor:
-    """log softmax(logits / temperature) in float32.
+def compute_tempered_log_softmax(logits: torch.Tensor, temperature: torch.Tensor | float | None) -> torch.Tensor:
+    """Compute log softmax(logits / temperature) in float32.
 
     Args:
         logits: [B, V]
-        temperature: [B], one number, or None: 1 everywhere. Below 1e-5 sampling is greedy and it counts as 1.
+        temperature: [B], a scalar, or None for 1. Below 1e-5 sampling is greedy and 1 is used.
     """
     logits = logits.float()
     if isinstance(temperature, torch.Tensor):
@@ -36,11 +35,11 @@ def tempered_log_softmax(logits: torch.Tensor, temperature: torch.Tensor | float
     return logits.log_softmax(-1)
 
 
-def temper(runner: Any) -> None:
-    """Make a vLLM model runner (`vllm.v1.worker.gpu_model_runner.GPUModelRunner`) report log-probs as above.
+def apply_temperature_to_log_probs(runner: Any) -> None:
+    """Make a vLLM model runner (`vllm.v1.worker.gpu_model_runner.GPUModelRunner`) report log-probs as described above.
 
     Raises:
-        RuntimeError: this vLLM's sampler is another one.
+        RuntimeError: unsupported sampler of this vLLM version.
     """
     sampler = getattr(runner, "sampler", None)
     if sampler is None or not all(
@@ -55,24 +54,24 @@ def temper(runner: Any) -> None:
     if sampler.logprobs_mode != "raw_logprobs":
         raise RuntimeError(f"logprobs_mode must be raw_logprobs; got {sampler.logprobs_mode}")
     state = _SamplerState()
-    sampler.compute_logprobs = lambda logits: tempered_log_softmax(
+    sampler.compute_logprobs = lambda logits: compute_tempered_log_softmax(
         logits if state.unmasked is None else state.unmasked, state.present
     )
-    _keep_unmasked_logits(state)
+    _save_unmasked_logits(state)
     sampler.forward = _forward_with_temperatures(sampler.forward, state)
-    runner._get_prompt_logprobs_dict = _prompt_log_probs_by_temperature(runner, state)
+    runner._get_prompt_logprobs_dict = _apply_temperature_to_prompt_log_probs(runner, state)
 
 
 class _SamplerState:
-    """The temperatures of the rows whose log-probs are computed now, and their logits before masks of constraints."""
+    """Temperatures of the current rows, and their logits before constraint masks."""
 
     def __init__(self) -> None:
         self.present: torch.Tensor | float | None = None
         self.unmasked: torch.Tensor | None = None
 
 
-def _keep_unmasked_logits(state: _SamplerState) -> None:
-    """vLLM masks the logits of constrained answers in place, before the sampler sees them: keep them as they were."""
+def _save_unmasked_logits(state: _SamplerState) -> None:
+    """Save unmasked logits: vLLM masks the logits of constrained requests in place before the sampler sees them."""
     from vllm.v1.worker import gpu_model_runner as gpu_model_runner_module
 
     gpu_model_runner: Any = gpu_model_runner_module
@@ -98,8 +97,8 @@ def _forward_with_temperatures(
     return tempered
 
 
-def _prompt_log_probs_by_temperature(runner: Any, state: _SamplerState) -> Callable[..., dict[str, object]]:
-    """vLLM computes them request by request, without the request's temperature: let it, one temperature at a time."""
+def _apply_temperature_to_prompt_log_probs(runner: Any, state: _SamplerState) -> Callable[..., dict[str, object]]:
+    """Make vLLM compute prompt log-probs for one temperature at a time, since it ignores a request's temperature."""
     original = runner._get_prompt_logprobs_dict
 
     def tempered(*args: object, **kwargs: object) -> dict[str, object]:
@@ -117,7 +116,7 @@ def _prompt_log_probs_by_temperature(runner: Any, state: _SamplerState) -> Calla
                 state.present = temperature
                 runner.num_prompt_logprobs = group
                 names = list(group)
-                result |= original(*args, **kwargs)  # takes out of the group what is complete
+                result |= original(*args, **kwargs)  # removes complete requests from the group
                 for request_id in names:
                     if request_id not in group:
                         del everything[request_id]

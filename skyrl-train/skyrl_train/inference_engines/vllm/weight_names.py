@@ -1,8 +1,8 @@
-"""Names of a model's tensors where the trainer (transformers 5) and vLLM differ.
+"""Conversion of tensor names between the trainer (transformers 5) and vLLM.
 
 transformers renames and fuses experts when it loads a checkpoint: Mixtral's `block_sparse_moe.experts.0.w1.weight` and
-its like become one `mlp.experts.gate_up_proj`. vLLM keeps the checkpoint's names, and has a name of its own for fused
-experts. Which a model has is read from its layers, not from a table of models.
+its like become one `mlp.experts.gate_up_proj`. vLLM keeps the checkpoint's names, and uses another name for fused
+experts. The names are derived from a model's layers, not from a table of models.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ class WeightNames:
     """Map from the trainer's tensor names to those that a vLLM model loads.
 
     Args:
-        model: vLLM's.
+        model: vLLM's model.
     """
 
     def __init__(self, model: Any):
@@ -28,8 +28,8 @@ class WeightNames:
             if getattr(layer, "ckpt_gate_proj_name", None) == "w1"
         }
 
-    def of(self, name: str) -> str:
-        """vLLM's name of the trainer's tensor `name`; the same where they do not differ."""
+    def to_vllm(self, name: str) -> str:
+        """Convert the trainer's tensor name `name` to vLLM's."""
         before, found, after = name.partition(f".{_OURS}.")
         if not found or f"{before}.{_OURS}" in self._blocks or f"{before}.{_THEIRS}" not in self._blocks:
             return name
@@ -38,9 +38,9 @@ class WeightNames:
             kind = {"gate_up_proj": "w13", "down_proj": self._split_experts[path]}.get(kind, kind)
         return f"{path}.{kind}"
 
-    def as_in_checkpoint(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The trainer's tensor as the checkpoint has it: renamed, and fused experts one by one."""
-        renamed = self.of(name)
+    def iter_checkpoint_tensors(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a trainer's tensor in checkpoint form: renamed, and fused experts one by one."""
+        renamed = self.to_vllm(name)
         path, _, kind = renamed.rpartition(".")
         if path not in self._split_experts or tensor.dim() != 3:
             yield renamed, tensor

@@ -1,7 +1,7 @@
-"""Weight sync inside of vLLM's worker processes: the engine's end.
+"""Receiver of weight syncs inside vLLM's worker processes.
 
 vLLM mixes this class into its worker (`--worker-extension-cls`); its methods are called by `collective_rpc`, or over
-HTTP by `/collective_rpc` (`VLLM_SERVER_DEV_MODE=1`) with arguments that JSON can carry.
+HTTP by `/collective_rpc` (`VLLM_SERVER_DEV_MODE=1`) with JSON-serializable arguments.
 """
 
 from dataclasses import asdict
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.inference_engines.vllm.orphan_watch import watch_owner
+from skyrl_train.inference_engines.vllm.orphan_watch import start_owner_watch
 from skyrl_train.types import JsonObject
 from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.cuda_ipc import gpu_uuid
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from skyrl_train.inference_engines.vllm.loading import ModelUpdate
     from skyrl_train.weight_sync.receiver import WeightReceiver
 
-watch_owner()  # vLLM imports this first of all that is ours, while it starts: nothing later would cover a slow start
+start_owner_watch()  # the first import by vLLM: a later call would not cover a slow start
 
 
 class WeightExtension:
-    """Methods for vLLM's workers. `skyrl_prepare` first, then for each update `skyrl_update` bucket by bucket and
-    `skyrl_finish`."""
+    """Methods added to vLLM's workers. Call `skyrl_prepare` first, then for each update `skyrl_update` per bucket and
+    `skyrl_finish`.
+    """
 
-    if TYPE_CHECKING:  # what it finds in the worker that it is mixed into
+    if TYPE_CHECKING:  # attributes of the worker class it is mixed into
         vllm_config: Any
         model_runner: Any
         device: torch.device
@@ -40,29 +41,29 @@ class WeightExtension:
     _skyrl_prepared: bool = False
 
     def skyrl_prepare(self, weights_valid: bool = True) -> str | None:
-        """Make log-probs those of logits / temperature. May be called again. Returns the UUID of this worker's GPU.
+        """Enable log-probs of logits / temperature. Idempotent. Returns the UUID of this worker's GPU.
 
         Args:
-            weights_valid: False: the present weights are random, so the first update must be full.
+            weights_valid: False if the current weights are random, so that the first update must be full.
         """
-        from skyrl_train.inference_engines.vllm.adapters import leave_head_alone
-        from skyrl_train.inference_engines.vllm.cpu_generators import spare_generators_of_partial_prompts
-        from skyrl_train.inference_engines.vllm.tempered_sampler import temper
+        from skyrl_train.inference_engines.vllm.adapters import remove_head_adapter
+        from skyrl_train.inference_engines.vllm.cpu_generators import save_generators_of_partial_prompts
+        from skyrl_train.inference_engines.vllm.tempered_sampler import apply_temperature_to_log_probs
 
         self._skyrl_weights_valid = self._skyrl_weights_valid and weights_valid
         gpu = gpu_uuid(self.device)
         if self._skyrl_prepared:
             return gpu
         if self.device.type == "cpu":
-            spare_generators_of_partial_prompts(self.model_runner)
-        temper(self.model_runner)
+            save_generators_of_partial_prompts(self.model_runner)
+        apply_temperature_to_log_probs(self.model_runner)
         if self.vllm_config.lora_config is not None:
-            leave_head_alone(self.model_runner.get_model())
+            remove_head_adapter(self.model_runner.get_model())
         self._skyrl_prepared = True
         return gpu
 
     def skyrl_connect(self, info: JsonObject) -> None:
-        """Meet the trainer. `info`: the fields of `WeightSyncInitInfo`."""
+        """Connect to the trainer. `info`: fields of `WeightSyncInitInfo`."""
         from skyrl_train.weight_sync.receiver import WeightReceiver
 
         if self._skyrl_receiver is not None:
@@ -75,7 +76,7 @@ class WeightExtension:
         self._skyrl_receiver = WeightReceiver(parsed, self.device, process_index)
 
     def skyrl_update(self, request: JsonObject) -> None:
-        """Take one bucket. `request`: the fields of `WeightUpdateRequest`."""
+        """Load one bucket. `request`: fields of `WeightUpdateRequest`."""
         from skyrl_train.inference_engines.vllm.loading import ModelUpdate
 
         if self._skyrl_receiver is None:
@@ -93,7 +94,7 @@ class WeightExtension:
         self._skyrl_update.load(tensors)
 
     def skyrl_finish(self, version: int) -> JsonObject:
-        """Put the new weights in place. Returns the fields of a `ProcessReport`."""
+        """Apply the new weights. Returns the fields of a `ProcessReport`."""
         if self._skyrl_receiver is None:
             raise WeightSyncError("no weights have come: skyrl_connect was not called")
         self._skyrl_receiver.finish(version)
@@ -104,21 +105,22 @@ class WeightExtension:
         return asdict(report)
 
     def skyrl_drop_weights(self) -> None:
-        """Declare the present weights worthless: the next update must be full."""
+        """Mark the current weights as invalid: the next update must be full."""
         self._skyrl_weights_valid = False
 
     def skyrl_lora(self, lora_id: int, path: str, version: int) -> dict[str, int]:
-        """Fingerprints of an adapter's tensors, for those that vLLM holds as the file has them."""
-        from skyrl_train.inference_engines.vllm.adapters import held_fingerprints
+        """Compute fingerprints of an adapter's tensors that equal the file in vLLM."""
+        from skyrl_train.inference_engines.vllm.adapters import compute_loaded_fingerprints
 
-        return held_fingerprints(self.model_runner, lora_id, path, version, self._skyrl_verification)
+        return compute_loaded_fingerprints(self.model_runner, lora_id, path, version, self._skyrl_verification)
 
     def _process_name(self) -> str:
         return f"process {self.rank} of replica {self.vllm_config.parallel_config.data_parallel_index}"
 
     def skyrl_release_cache(self) -> int:
-        """Give the memory of the key-value cache back to the machine; it comes back, zeroed, when it is written to.
-        CPU only. Returns the bytes."""
+        """Free the memory of the key-value cache; it is allocated again, zeroed, when written to. CPU only. Returns the
+        number of freed bytes.
+        """
         from skyrl_train.inference_engines.vllm.cpu_memory import release
 
         return sum(release(cache) for cache in self.model_runner.kv_caches)

@@ -77,12 +77,12 @@ def expect_a_sound_run(cfg: SkyRLConfig) -> None:
     assert max(row["policy/rollout_train_logprobs_abs_diff_mean"] for row in metrics) < 0.2
 
 
-def test_a_vllm_engine_of_the_run_is_trained_asynchronously(model: str, tmp_path: Path, ray_cpu: None):
+def test_async_training_updates_local_vllm_engine(model: str, tmp_path: Path, ray_cpu: None):
     expect_a_sound_run(settings(model, tmp_path, {"engine_start_timeout_seconds": 400}, "ray"))
 
 
 @pytest.mark.full  # a server and a run beside another file's server: minutes on two cores
-def test_a_vllm_server_is_trained_asynchronously(model: str, tmp_path: Path):
+def test_async_training_updates_vllm_server(model: str, tmp_path: Path):
     (tmp_path / "key").write_text(f"{KEY}\n")
     with vllm_server(model, tmp_path / "server.log", tmp_path / "key") as server:
         remote = {

@@ -45,37 +45,37 @@ def check(url: str, model: str) -> None:
     check_server(connect(url, model), AutoTokenizer.from_pretrained(model))
 
 
-def test_a_server_as_it_should_be_is_accepted(served_model: str) -> None:
+def test_check_accepts_valid_server(served_model: str) -> None:
     with serving(like_vllm(served_model, vocab_size=SIZE, tokenize=spelled)) as url:
         check(url, served_model)
         check(url.removeprefix("http://"), served_model)
 
 
 @pytest.mark.parametrize("address", ["", "ftp://host:1", "http://", "http://[::1"])
-def test_an_address_that_is_none_is_refused(address: str, served_model: str) -> None:
+def test_check_rejects_malformed_address(address: str, served_model: str) -> None:
     with pytest.raises(ConfigError, match=r"generator\.remote_inference_engine_urls must hold host:port"):
         connect(address, served_model)
 
 
-def test_a_server_that_does_not_run_is_named(served_model: str) -> None:
+def test_check_names_unreachable_server(served_model: str) -> None:
     port = find_free_port()
     with pytest.raises(WorkerError, match=f"127.0.0.1:{port} cannot be reached .* is it running"):
         connect(f"127.0.0.1:{port}", served_model)
 
 
-def test_a_server_that_is_no_engine_is_refused(served_model: str) -> None:
+def test_check_rejects_server_without_engine_api(served_model: str) -> None:
     with serving(something_else()) as url, pytest.raises(ConfigError, match=f"{url} answers, but is neither a vLLM"):
         connect(url, served_model)
 
 
-def test_a_server_that_cannot_tell_of_itself_is_mended_by_what_is_said(served_model: str) -> None:
+def test_check_suggests_fix_when_server_info_fails(served_model: str) -> None:
     app = like_vllm(served_model, vocab_size=SIZE, tokenize=spelled, dev_mode=False)
     app.get("/server_info")(lambda: JSONResponse({"error": {"message": "no 'splitlines'"}}, 500))
     with serving(app) as url, pytest.raises(ConfigError, match=r"no 'splitlines'(?s:.*)uv pip install pip"):
         connect(url, served_model)
 
 
-def test_a_server_that_is_silent_costs_no_more_than_the_deadline(served_model: str) -> None:
+def test_silent_server_times_out_at_deadline(served_model: str) -> None:
     app = something_else()
     app.get("/version")(forever)
     start = time.monotonic()
@@ -84,7 +84,7 @@ def test_a_server_that_is_silent_costs_no_more_than_the_deadline(served_model: s
     assert time.monotonic() - start < 10
 
 
-def test_a_server_of_another_model_is_refused_with_the_command_that_starts_it_right(served_model: str) -> None:
+def test_wrong_model_error_suggests_server_command(served_model: str) -> None:
     app = like_vllm("/models/llama-8b", vocab_size=SIZE, tokenize=spelled)
     with serving(app) as url, pytest.raises(ConfigError) as refusal:
         check(url, served_model)
@@ -92,19 +92,19 @@ def test_a_server_of_another_model_is_refused_with_the_command_that_starts_it_ri
     assert all(part in text for part in (url, "/models/llama-8b", served_model, f"--model {served_model}", "--port"))
 
 
-def test_the_same_model_in_another_folder_is_accepted(served_model: str) -> None:
+def test_check_accepts_same_model_in_other_folder(served_model: str) -> None:
     elsewhere = f"/mnt/other/{Path(served_model).name}"
     with serving(like_vllm(elsewhere, vocab_size=SIZE, tokenize=spelled)) as url:
         check(url, served_model)
 
 
-def test_another_model_under_the_right_name_is_told_by_its_vocabulary(served_model: str) -> None:
+def test_check_detects_wrong_model_by_vocabulary_size(served_model: str) -> None:
     app = like_vllm("/models/llama-8b", served_name=served_model, vocab_size=128256, tokenize=spelled)
     with serving(app) as url, pytest.raises(ConfigError, match=rf"below 128256; the vocabulary .* has {SIZE}"):
         check(url, served_model)
 
 
-def test_a_tokenizer_that_differs_is_refused_with_the_text_that_shows_it(served_model: str) -> None:
+def test_tokenizer_mismatch_error_shows_differing_text(served_model: str) -> None:
     def shifted(text: str) -> list[int]:
         return [(token + 1) % SIZE for token in spelled(text)]
 
@@ -117,7 +117,7 @@ def test_a_tokenizer_that_differs_is_refused_with_the_text_that_shows_it(served_
         check(url, served_model)
 
 
-def test_a_special_token_that_differs_is_noticed(served_model: str) -> None:
+def test_check_detects_differing_special_token(served_model: str) -> None:
     def without_special(text: str) -> list[int]:
         return [0] * len(text) if text == "<eos>" else spelled(text)
 
@@ -132,15 +132,13 @@ def test_a_special_token_that_differs_is_noticed(served_model: str) -> None:
     ("missing", "named"),
     [({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"), ({"scale_out": False}, "--enable-scale-out")],
 )
-def test_a_server_started_without_a_flag_is_refused_with_the_flag(
-    missing: dict[str, bool], named: str, served_model: str
-) -> None:
+def test_missing_server_flag_error_names_flag(missing: dict[str, bool], named: str, served_model: str) -> None:
     app = like_vllm(served_model, vocab_size=SIZE, tokenize=spelled, **missing)
     with serving(app) as url, pytest.raises(ConfigError, match=f"start it with {named}"):
         connect(url, served_model)
 
 
-async def test_a_plain_server_answers_what_it_can_and_refuses_the_rest(served_model: str) -> None:
+async def test_server_without_extension_rejects_unsupported_requests(served_model: str) -> None:
     app = like_vllm(served_model, vocab_size=SIZE, tokenize=spelled, generate=lambda: ANSWER)
     with serving(app) as url:
         engine = connect(url, served_model)
@@ -155,7 +153,7 @@ async def test_a_plain_server_answers_what_it_can_and_refuses_the_rest(served_mo
         await engine.teardown()
 
 
-async def test_a_request_that_is_never_answered_ends_at_its_deadline(served_model: str) -> None:
+async def test_unanswered_request_times_out_at_deadline(served_model: str) -> None:
     app = like_vllm(served_model, vocab_size=SIZE, tokenize=spelled, generate=forever)
     with serving(app) as url:
         engine = connect(url, served_model, request_timeout_seconds=0.5)
@@ -165,7 +163,7 @@ async def test_a_request_that_is_never_answered_ends_at_its_deadline(served_mode
 
 
 @pytest.mark.slow
-async def test_a_server_that_dies_in_mid_request_is_named_and_then_cannot_be_reached(served_model: str) -> None:
+async def test_server_crash_during_request_is_named_then_unreachable(served_model: str) -> None:
     """A process of its own, which ends at the first request."""
     port = find_free_port()
     script = (

@@ -47,7 +47,7 @@ def config(url: str, model: str, **generator: Any) -> SkyRLConfig:
     return SkyRLConfig.from_dict({"generator": engines | generator})
 
 
-async def test_routes_are_closed_without_the_key(guarded: Any) -> None:
+async def test_routes_require_key(guarded: Any) -> None:
     transport = httpx.ASGITransport(guarded, client=("127.0.0.1", 5000))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         for headers in WRONG:
@@ -58,7 +58,7 @@ async def test_routes_are_closed_without_the_key(guarded: Any) -> None:
 
 
 @pytest.mark.parametrize("address, status", [("127.0.0.1", 200), ("::1", 200), ("10.0.0.9", 401)])
-async def test_a_server_without_a_key_answers_its_own_machine_only(
+async def test_server_without_key_serves_loopback_only(
     served_model: str, monkeypatch: pytest.MonkeyPatch, address: str, status: int
 ) -> None:
     monkeypatch.delenv("SKYRL_ENGINE_API_KEY", raising=False)
@@ -68,7 +68,7 @@ async def test_a_server_without_a_key_answers_its_own_machine_only(
         assert (await client.get("/server_info")).status_code == status
 
 
-def test_the_trainer_opens_a_server_by_the_key_of_a_file_or_the_environment(
+def test_trainer_reads_server_key_from_file_or_environment(
     guarded: Any, served_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(served_model)
@@ -93,7 +93,7 @@ def test_the_trainer_opens_a_server_by_the_key_of_a_file_or_the_environment(
     assert not any("asks nobody for a key" in line for line in log)
 
 
-def test_a_server_that_is_open_to_all_is_warned_of(served_model: str, log: list[str]) -> None:
+def test_server_without_access_control_logs_warning(served_model: str, log: list[str]) -> None:
     with serving(like_vllm(served_model, vocab_size=len(VOCABULARY), tokenize=spelled)) as url:
         RemoteInferenceEngine(url, served_model)
         assert log == []  # on loopback, and no key set: as the documented command does
@@ -102,7 +102,7 @@ def test_a_server_that_is_open_to_all_is_warned_of(served_model: str, log: list[
 
 
 @pytest.mark.parametrize("text", [None, "", "two words", "naïve"])
-def test_a_file_without_a_key_is_a_wrong_setting(text: str | None, served_model: str, tmp_path: Path) -> None:
+def test_empty_key_file_raises_config_error(text: str | None, served_model: str, tmp_path: Path) -> None:
     file = tmp_path / "key"
     if text is not None:
         file.write_text(text)
@@ -112,7 +112,7 @@ def test_a_file_without_a_key_is_a_wrong_setting(text: str | None, served_model:
     assert not text or text not in str(raised.value)
 
 
-def test_the_command_of_a_server_listens_on_loopback_and_needs_a_key_elsewhere(tmp_path: Path) -> None:
+def test_server_command_requires_key_beyond_loopback(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(KEY)
     command, environment = server_command(["--model", "tiny", "--port", "8001"], {"HOME": "/"})
@@ -128,7 +128,7 @@ def test_the_command_of_a_server_listens_on_loopback_and_needs_a_key_elsewhere(t
     assert server_command(["--host", "0.0.0.0"], {"SKYRL_ENGINE_API_KEY": KEY})
 
 
-def test_the_command_that_an_error_suggests_has_a_key_where_the_server_is_elsewhere() -> None:
+def test_suggested_command_has_key_for_remote_server() -> None:
     assert start_command("m", "http://127.0.0.1:8001") == (
         "python -m skyrl_train.entrypoints.serve_vllm --model m --port 8001"
     )

@@ -7,10 +7,10 @@ from skyrl_train.inference_engines.remote.running_requests import RunningRequest
 
 async def test_requests_are_counted_by_adapter() -> None:
     running = RunningRequests()
-    with running.one_more(None), running.one_more("policy"):
+    with running.count_request(None), running.count_request("policy"):
         assert len(running) == 2
-        idle = asyncio.ensure_future(running.until_none("policy"))
-        all_idle = asyncio.ensure_future(running.until_none(of_any=True))
+        idle = asyncio.ensure_future(running.wait_until_idle("policy"))
+        all_idle = asyncio.ensure_future(running.wait_until_idle(of_any=True))
         await asyncio.sleep(0)
         assert not idle.done()
     await asyncio.wait_for(asyncio.gather(idle, all_idle), 1)

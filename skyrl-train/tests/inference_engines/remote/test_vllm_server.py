@@ -45,7 +45,7 @@ async def engine(vllm: ServerChild, served_model: str) -> AsyncIterator[RemoteIn
     await engine.teardown()
 
 
-async def test_the_server_describes_itself(engine: RemoteInferenceEngine, served_model: str) -> None:
+async def test_server_reports_engine_info(engine: RemoteInferenceEngine, served_model: str) -> None:
     info = await engine.describe()
     assert (info.backend, info.model, info.vocab_size, info.max_model_len, info.dtype, info.num_weight_processes) == (
         "vllm",
@@ -60,7 +60,7 @@ async def test_the_server_describes_itself(engine: RemoteInferenceEngine, served
         await engine.sleep()
 
 
-async def test_the_server_is_closed_to_whoever_lacks_the_key(vllm: ServerChild, served_model: str) -> None:
+async def test_server_rejects_requests_without_key(vllm: ServerChild, served_model: str) -> None:
     """Runs first of all that load the server; the other tests show that the key opens it."""
     calls = [("/collective_rpc", {"method": "list_loras"}), ("/sleep", {}), ("/pause", {}), ("/v1/completions", {})]
     async with httpx.AsyncClient(base_url=vllm.url) as stranger:
@@ -77,7 +77,7 @@ async def test_the_server_is_closed_to_whoever_lacks_the_key(vllm: ServerChild, 
     assert not any(KEY in word for word in served.cmdline())
 
 
-async def test_the_server_is_the_one_for_its_model_and_not_for_another(
+async def test_check_accepts_served_model_and_rejects_other(
     engine: RemoteInferenceEngine, served_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(served_model)
@@ -89,7 +89,7 @@ async def test_the_server_is_the_one_for_its_model_and_not_for_another(
     await stranger.teardown()
 
 
-async def test_weights_arrive_through_handles_that_travelled_to_another_process(
+async def test_pickled_handle_sends_weights_from_other_process(
     engine: RemoteInferenceEngine, served_model: str
 ) -> None:
     """Sent from a thread with an event loop of its own, between two requests of this one; and back again."""
@@ -124,7 +124,7 @@ async def test_weights_arrive_through_handles_that_travelled_to_another_process(
     handles.close()
 
 
-async def test_another_process_learns_which_adapter_is_the_newest(
+async def test_engine_object_in_other_process_uses_newest_adapter(
     engine: RemoteInferenceEngine, served_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Loaded through one engine object, used through another one that has seen an older version."""
@@ -160,7 +160,7 @@ async def subject(engine: RemoteInferenceEngine, served_model: str) -> AsyncIter
     await subject.close()
 
 
-async def test_a_request_that_reaches_the_server_after_the_pause_is_ended_by_it(
+async def test_request_received_after_pause_is_aborted(
     subject: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     protocol = subject.engine._protocol  # pyright: ignore[reportAttributeAccessIssue]
@@ -206,7 +206,7 @@ def is_full(check: Check) -> bool:
 @pytest.mark.parametrize(
     "check", [pytest.param(check, id=check.name, marks=[pytest.mark.full] * is_full(check)) for check in CHECKS]
 )
-async def test_the_server_keeps_what_every_engine_keeps(check: Check, subject: EngineUnderTest) -> None:
+async def test_server_conforms_to_engine_contract(check: Check, subject: EngineUnderTest) -> None:
     # The last check ends the engine's life.
     outcome = await run_check(check, subject)
     if outcome.result == "lacks":

@@ -1,6 +1,6 @@
-from skyrl_train.inference_engines.sglang.arguments import command_line
+from skyrl_train.inference_engines.sglang.arguments import build_command_line
 
 
-def test_flags_are_written_as_the_launcher_reads_them() -> None:
+def test_flags_match_launcher_syntax() -> None:
     arguments = {"tp_size": 2, "enable_lora": True, "disable_radix_cache": False, "lora_paths": ["a"], "revision": None}
-    assert command_line(arguments) == ["--tp-size", "2", "--enable-lora", "--lora-paths", "a"]
+    assert build_command_line(arguments) == ["--tp-size", "2", "--enable-lora", "--lora-paths", "a"]

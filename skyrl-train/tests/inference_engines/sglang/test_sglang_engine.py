@@ -47,25 +47,25 @@ async def subject(tiny_folder: str) -> AsyncIterator[EngineUnderTest]:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("check", [_with_marks(check) for check in CHECKS], ids=str)
-async def test_sglang_keeps(check: Check, subject: EngineUnderTest) -> None:
+async def test_sglang_conforms_to_engine_contract(check: Check, subject: EngineUnderTest) -> None:
     outcome = await run_check(check, subject)
     if outcome.result == "lacks":
         pytest.skip(outcome.words)
 
 
-def test_an_unknown_setting_is_refused_with_the_nearest(tiny_folder: str) -> None:
+def test_unknown_setting_error_suggests_nearest(tiny_folder: str) -> None:
     with pytest.raises(
         ConfigError, match=r"engine_init_kwargs\.max_runing_requests .* did you mean max_running_requests"
     ):
         SGLangInferenceEngine(tiny_folder, device=DEVICE, dtype="float32", max_runing_requests=3)
 
 
-def test_a_server_that_cannot_start_shows_its_log(tiny_folder: str) -> None:
+def test_failed_start_error_contains_server_log(tiny_folder: str) -> None:
     with pytest.raises(WorkerError, match=r"ended with status [\s\S]*end of .*server\.log[\s\S]*no_such_backend"):
         SGLangInferenceEngine(tiny_folder, device=DEVICE, dtype="float32", attention_backend="no_such_backend")
 
 
-def test_the_server_ends_with_a_process_that_is_killed(tiny_folder: str) -> None:
+def test_server_exits_when_owner_is_killed(tiny_folder: str) -> None:
     script = (
         "from skyrl_train.inference_engines.sglang.engine import SGLangInferenceEngine as Engine\n"
         f"engine = Engine({tiny_folder!r}, device={DEVICE!r})\n"

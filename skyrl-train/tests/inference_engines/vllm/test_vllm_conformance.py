@@ -43,7 +43,7 @@ async def subject(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=str)
-async def test_vllm_keeps_what_every_engine_keeps(check: Check, subject: EngineUnderTest):
+async def test_vllm_conforms_to_engine_contract(check: Check, subject: EngineUnderTest):
     outcome = await run_check(check, subject)
     if outcome.result == "lacks":
         pytest.skip(outcome.words)

@@ -80,7 +80,7 @@ class Syncs:
         return await self.path.send(self.weights, self.version)
 
     async def plant(self, fault: str | None) -> bool:
-        call = self.engine._processes.weight_rpc("skyrl_plant", fault, [self.process])
+        call = self.engine._processes.call_workers_for_weights("skyrl_plant", fault, [self.process])
         return all(await self.engine._control(call, "skyrl_plant"))
 
     async def canaries(self) -> tuple[list[list[float]], list[list[float]]]:
@@ -164,20 +164,20 @@ def mixture(tmp_path_factory: pytest.TempPathFactory, save_mixture: Callable[...
 
 
 @pytest.mark.full
-async def test_faults_in_one_of_two_processes_are_named_after_small_bfloat16_steps_of_a_mixture(mixture: str):
+async def test_faults_of_single_process_are_named_after_bfloat16_steps(mixture: str):
     await _expect_all_named(mixture, "TP2", "bfloat16", list(DAILY))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_every_planted_fault_of_experts_is_named(layout: str, mixture: str):
+async def test_planted_expert_faults_are_named(layout: str, mixture: str):
     await _expect_all_named(mixture, layout, "float32", [*OF_MIXTURES, "everything_stale"])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_every_planted_fault_is_named(layout: str, dtype: str, model: str):
+async def test_planted_faults_are_named(layout: str, dtype: str, model: str):
     from skyrl_train_testing.planted_weight_faults import FAULTS
 
     await _expect_all_named(model, layout, dtype, list(FAULTS))
@@ -185,7 +185,7 @@ async def test_every_planted_fault_is_named(layout: str, dtype: str, model: str)
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_two_hundred_clean_syncs_raise_no_alarm(dtype: str, model: str):
+async def test_200_clean_syncs_report_no_fault(dtype: str, model: str):
     async with Syncs(model, "TP1", dtype) as syncs:
         tolerance = CanaryTolerance([dtype])
         gaps, expected = [], []

@@ -50,29 +50,27 @@ async def _expect_whole_syncs(model: str, **settings: Any) -> None:
 
 
 @pytest.mark.full
-async def test_the_first_sync_replaces_all_random_weights_of_an_untied_model(untied_model: str):
+async def test_first_sync_replaces_all_random_weights(untied_model: str):
     await _expect_whole_syncs(untied_model)
 
 
 @pytest.mark.full
-async def test_two_processes_that_share_every_layer_take_weights_as_one_does(untied_model: str):
+async def test_tensor_parallel_engine_equals_single_process(untied_model: str):
     await _expect_whole_syncs(untied_model, tensor_parallel_size=2)
 
 
 @pytest.mark.full  # remote/test_asynchronous_training.py has vLLM in an actor of Ray
-async def test_an_engine_in_a_ray_actor_answers_and_leaves_no_process_when_it_is_killed(
-    untied_model: str, ray_cpu: None, tmp_path: Path
-):
+async def test_killed_ray_engine_leaves_no_process(untied_model: str, ray_cpu: None, tmp_path: Path):
 
     from skyrl_train.inference_engines.batched_calls import SentRequest
-    from skyrl_train.inference_engines.ray_wrapped_inference_engine import engine_actor
+    from skyrl_train.inference_engines.ray_wrapped_inference_engine import build_engine_actor
 
     def make() -> Any:
         from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
 
         return VLLMInferenceEngine(untied_model, **SETTINGS)
 
-    actor: Any = engine_actor(num_cpus=0, max_concurrency=8).remote(make, str(tmp_path / "engine.log"))
+    actor: Any = build_engine_actor(num_cpus=0, max_concurrency=8).remote(make, str(tmp_path / "engine.log"))
     batch: Any = {"prompt_token_ids": [[5, 6, 7]], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
     [output] = (await actor.exchange.remote("test", {0: SentRequest(batch, False)}, [])).values()
     assert [len(ids) for ids in output["response_ids"]] == [4]

@@ -11,20 +11,20 @@ from skyrl_train.inference_engines.remote import sglang as remote_sglang
 from skyrl_train.inference_engines.remote import vllm as remote_vllm
 from skyrl_train.inference_engines.remote.connection import ServerConnection
 from skyrl_train.inference_engines.remote.sglang import SGLangProtocol
-from skyrl_train.inference_engines.vllm.sampling import http_sampling, seed_of, vllm_split_seed
-from skyrl_train.inference_engines.vllm.tempered_sampler import tempered_log_softmax
+from skyrl_train.inference_engines.vllm.sampling import build_http_sampling, check_and_split_seed, compute_seed
+from skyrl_train.inference_engines.vllm.tempered_sampler import compute_tempered_log_softmax
 
 
 def test_seed_is_number_or_pair():
-    assert [vllm_split_seed(given)[1] for given in ({"seed": 5}, {"seed": [5, 2]}, {})] == [(5, 0), (5, 2), None]
+    assert [check_and_split_seed(given)[1] for given in ({"seed": 5}, {"seed": [5, 2]}, {})] == [(5, 0), (5, 2), None]
 
 
-def test_seeds_differ_by_seed_by_index_and_by_the_length_of_the_prompt():
+def test_seeds_differ_by_seed_index_and_prompt_length():
     cases = [((1, 0), 7), ((2, 0), 7), ((1, 1), 7), ((1, 0), 8)]
-    numbers = [seed_of(pair, length) for pair, length in cases]
+    numbers = [compute_seed(pair, length) for pair, length in cases]
     assert len(set(numbers)) == 4
     assert all(number is not None and 0 <= number < 2**63 for number in numbers)
-    assert seed_of((1, 0), 7) == numbers[0]
+    assert compute_seed((1, 0), 7) == numbers[0]
 
 
 @pytest.mark.parametrize(
@@ -36,21 +36,21 @@ def test_seeds_differ_by_seed_by_index_and_by_the_length_of_the_prompt():
         ({"seed": [1]}, "seed"),
     ],
 )
-def test_settings_that_vllm_changes_silently_are_refused(given: dict, named: str):
+def test_settings_silently_changed_by_vllm_are_rejected(given: dict, named: str):
     with pytest.raises(ValueError, match=named):
-        vllm_split_seed(given)
+        check_and_split_seed(given)
 
 
-def test_a_server_is_told_every_keyword_so_that_its_own_defaults_change_nothing():
-    body = http_sampling(EngineSamplingParams.from_dict({"max_tokens": 4, "stop": "end"}), 9)
+def test_server_request_sets_all_sampling_keywords():
+    body = build_http_sampling(EngineSamplingParams.from_dict({"max_tokens": 4, "stop": "end"}), 9)
     assert body["repetition_penalty"] == 1.0 and body["top_p"] == 1.0 and body["top_k"] == -1 and body["min_p"] == 0.0
     assert body["stop"] == ["end"] and body["include_stop_str_in_output"] is True
     assert body["seed"] == 9 and body["max_tokens"] == 4 and body["logprobs"] == 0
 
 
-def test_constraints_penalties_and_biases_in_vllms_words():
+def test_constraints_penalties_and_biases_for_vllm():
     given = {"frequency_penalty": 0.5, "presence_penalty": -1, "logit_bias": {7: 2.0}, "logprobs": 3}
-    body = http_sampling(
+    body = build_http_sampling(
         EngineSamplingParams.from_dict(given | {"constraint": {"json_schema": {"type": "null"}}}), None
     )
     assert (body["frequency_penalty"], body["presence_penalty"], body["logprobs"]) == (0.5, -1.0, 3)
@@ -58,22 +58,22 @@ def test_constraints_penalties_and_biases_in_vllms_words():
     schema = json.loads(body["structured_outputs"]["json"])
     assert schema["type"] == "null" and "whitespace_pattern" in schema["x-guidance"]
     lark = EngineSamplingParams.from_dict({"constraint": {"lark": "start: /a/"}})
-    assert http_sampling(lark, None)["structured_outputs"] == {"grammar": "start: /a/"}
-    plain = http_sampling(EngineSamplingParams(), None)
+    assert build_http_sampling(lark, None)["structured_outputs"] == {"grammar": "start: /a/"}
+    plain = build_http_sampling(EngineSamplingParams(), None)
     assert plain["structured_outputs"] is None and plain["logit_bias"] is None
     with pytest.raises(UnsupportedByEngine, match="num_answer_tokens=3"):
-        vllm_split_seed(given | {"num_answer_tokens": 3})
+        check_and_split_seed(given | {"num_answer_tokens": 3})
     with pytest.raises(ValueError, match="no JSON schema"):
-        http_sampling(EngineSamplingParams.from_dict({"constraint": {"json_schema": "{"}}), None)
+        build_http_sampling(EngineSamplingParams.from_dict({"constraint": {"json_schema": "{"}}), None)
 
 
-def test_constraints_penalties_and_biases_in_sglangs_words():
+def test_constraints_penalties_and_biases_for_sglang():
     protocol = SGLangProtocol(ServerConnection("127.0.0.1:9", 1.0), 1.0)
     params = EngineSamplingParams.from_dict(
         {"frequency_penalty": 0.5, "logit_bias": {7: 2.0}, "constraint": {"json_schema": {"type": "null"}}}
     )
     protocol._check(params, None)
-    body = protocol._sampling(params, None, 5)
+    body = protocol._build_sampling(params, None, 5)
     assert (body["frequency_penalty"], body["presence_penalty"], body["logit_bias"]) == (0.5, 0.0, {"7": 2.0})
     assert json.loads(str(body["json_schema"])) == {"type": "null"}
     with pytest.raises(UnsupportedByEngine, match="JSON schema alone"):
@@ -82,21 +82,21 @@ def test_constraints_penalties_and_biases_in_sglangs_words():
         protocol._check(EngineSamplingParams(logprobs=2, presence_penalty=1.0), None)
 
 
-def test_likeliest_tokens_of_servers():
+def test_top_log_probs_of_servers():
     """vLLM counts the token drawn among them; both name ids."""
     place = {"token_id": 4, "logprob": -3.0}
     others = [place, {"token_id": 9, "logprob": -0.5}, {"token_id": 2, "logprob": -1.0}]
-    vllm = remote_vllm._top_of([place | {"top_logprobs": others}], 2)
-    sglang = remote_sglang._top_of([[(-0.5, 9, None), (-1.0, 2, None)], [(-9.0, 1, None)] * 2], 1, 2)
+    vllm = remote_vllm._parse_top([place | {"top_logprobs": others}], 2)
+    sglang = remote_sglang._parse_top([[(-0.5, 9, None), (-1.0, 2, None)], [(-9.0, 1, None)] * 2], 1, 2)
     assert vllm is not None and sglang is not None
     assert vllm.ids.tolist() == sglang.ids.tolist() == [[9, 2]]
     assert vllm.log_probs.tolist() == sglang.log_probs.tolist() == [[-0.5, -1.0]]
 
 
-def test_log_probs_are_those_of_the_divided_logits_and_of_the_plain_ones_where_greedy():
+def test_log_probs_use_temperature_except_when_greedy():
     logits = torch.tensor([[0.0, 2.0], [0.0, 2.0]])
-    found = tempered_log_softmax(logits, torch.tensor([2.0, 0.0]))
+    found = compute_tempered_log_softmax(logits, torch.tensor([2.0, 0.0]))
     expected = [[-1.3132617, -0.3132617], [-2.126928, -0.126928]]  # log softmax of (0, 1) and of (0, 2)
     torch.testing.assert_close(found, torch.tensor(expected))
-    torch.testing.assert_close(tempered_log_softmax(logits, 2.0)[1], found[0])
-    torch.testing.assert_close(tempered_log_softmax(logits, None)[0], found[1])
+    torch.testing.assert_close(compute_tempered_log_softmax(logits, 2.0)[1], found[0])
+    torch.testing.assert_close(compute_tempered_log_softmax(logits, None)[0], found[1])

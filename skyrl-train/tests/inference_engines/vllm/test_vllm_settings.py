@@ -34,21 +34,21 @@ def four_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
         ({"max_model_len": 4096}, "vLLM refuses these engine settings: .*max_model_len"),
     ],
 )
-def test_a_setting_that_cannot_be_is_named(four_heads: str, settings: dict[str, Any], said: str):
+def test_invalid_setting_is_named(four_heads: str, settings: dict[str, Any], said: str):
     from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
 
     with pytest.raises(ConfigError, match=f"(?s){said}"):
         VLLMInferenceEngine(four_heads, device="cpu", dtype="float32", **settings)
 
 
-def test_a_model_whose_heads_the_cpus_attention_cannot_compute_is_refused(tiny_model: str):
+def test_head_size_unsupported_on_cpu_is_rejected(tiny_model: str):
     from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
 
     with pytest.raises(ConfigError, match=r"head sizes 32.* this model's is 8"):
         VLLMInferenceEngine(tiny_model, device="cpu", dtype="float32")
 
 
-def test_adapters_of_a_mixture_are_refused_on_a_cpu(tmp_path: Path):
+def test_mixture_adapters_are_rejected_on_cpu(tmp_path: Path):
     from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
 
     Qwen3MoeConfig().save_pretrained(tmp_path)
@@ -56,7 +56,7 @@ def test_adapters_of_a_mixture_are_refused_on_a_cpu(tmp_path: Path):
         VLLMInferenceEngine(str(tmp_path), device="cpu", dtype="float32", max_lora_rank=8)
 
 
-def test_a_device_that_the_installed_vllm_is_not_for_is_refused(four_heads: str):
+def test_device_unsupported_by_installed_vllm_is_rejected(four_heads: str):
     from vllm.platforms import current_platform
 
     from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
@@ -66,7 +66,7 @@ def test_a_device_that_the_installed_vllm_is_not_for_is_refused(four_heads: str)
         VLLMInferenceEngine(four_heads, device=other, dtype="float32")
 
 
-def test_a_folder_without_an_adapter_is_named(tmp_path: Path):
+def test_folder_without_adapter_is_named(tmp_path: Path):
     from skyrl_train.errors import WeightSyncError
     from skyrl_train.inference_engines.vllm.adapters import check_adapter
 
@@ -74,7 +74,7 @@ def test_a_folder_without_an_adapter_is_named(tmp_path: Path):
         check_adapter(str(tmp_path))
 
 
-def test_an_adapter_of_the_head_is_refused_since_the_head_is_computed_without(tmp_path: Path):
+def test_lm_head_adapter_is_rejected(tmp_path: Path):
     import torch
     from safetensors.torch import save_file
 
@@ -88,11 +88,11 @@ def test_an_adapter_of_the_head_is_refused_since_the_head_is_computed_without(tm
 
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline", "data"])
-def test_an_engine_of_several_processes_never_takes_the_executor_of_ray(four_heads: str, kind: str):
+def test_multi_process_engine_never_uses_ray_executor(four_heads: str, kind: str):
     """vLLM's own choice inside of a Ray actor with a placement group."""
     from skyrl_train.inference_engines.engine_settings import EngineSettings
-    from skyrl_train.inference_engines.vllm.arguments import engine_arguments
+    from skyrl_train.inference_engines.vllm.arguments import build_engine_arguments
 
-    arguments = engine_arguments(EngineSettings(model_path=four_heads, **{f"{kind}_parallel_size": 2}))
+    arguments = build_engine_arguments(EngineSettings(model_path=four_heads, **{f"{kind}_parallel_size": 2}))
     assert arguments.distributed_executor_backend == "mp"
-    assert engine_arguments(EngineSettings(model_path=four_heads)).distributed_executor_backend is None
+    assert build_engine_arguments(EngineSettings(model_path=four_heads)).distributed_executor_backend is None

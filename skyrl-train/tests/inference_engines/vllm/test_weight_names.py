@@ -21,7 +21,7 @@ def model_with(block: str, gate: str, down: str) -> nn.Module:
     return model
 
 
-def test_a_mixture_that_the_trainer_calls_mlp_gets_the_names_of_its_checkpoint():
+def test_mixture_weights_get_checkpoint_names():
     names = WeightNames(model_with("block_sparse_moe", "w1", "w2"))
     router, down = torch.zeros(2, 3), torch.arange(12).reshape(2, 3, 2)
     given = {
@@ -29,7 +29,7 @@ def test_a_mixture_that_the_trainer_calls_mlp_gets_the_names_of_its_checkpoint()
         "layer.mlp.experts.gate_up_proj": EXPERTS,
         "layer.mlp.experts.down_proj": down,
     }
-    found = dict(pair for name, tensor in given.items() for pair in names.as_in_checkpoint(name, tensor))
+    found = dict(pair for name, tensor in given.items() for pair in names.iter_checkpoint_tensors(name, tensor))
     path = "layer.block_sparse_moe"
     expected = {
         f"{path}.gate.weight": router,
@@ -42,12 +42,12 @@ def test_a_mixture_that_the_trainer_calls_mlp_gets_the_names_of_its_checkpoint()
     }
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert names.of("layer.mlp.experts.gate_up_proj") == f"{path}.experts.w13"
+    assert names.to_vllm("layer.mlp.experts.gate_up_proj") == f"{path}.experts.w13"
 
 
-def test_names_that_do_not_differ_stay_as_they_are():
+def test_equal_names_are_unchanged():
     names = WeightNames(model_with("mlp", "gate_proj", "down_proj"))
     for name in ("layer.mlp.gate.weight", "layer.mlp.experts.gate_up_proj", "layer.norm.weight", "lm_head.weight"):
-        [(found, tensor)] = names.as_in_checkpoint(name, EXPERTS)
-        assert found == name == names.of(name)
+        [(found, tensor)] = names.iter_checkpoint_tensors(name, EXPERTS)
+        assert found == name == names.to_vllm(name)
         assert tensor is EXPERTS

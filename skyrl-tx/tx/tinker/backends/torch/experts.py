@@ -15,7 +15,7 @@ from peft.utils.transformers_weight_conversion import _MOE_TARGET_MODULE_MAPPING
 from torch import nn
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_checkpoint_conversion_mapping
 
-from skyrl_train.inference_engines.native.experts import PROJECTIONS, is_plain, shape_of
+from skyrl_train.inference_engines.native.experts import PROJECTIONS, get_expert_shape, is_plain
 from tx.tinker.backends.torch.adapters import Adaptable, FrozenProduct, Site, compute_adapted_product
 from tx.tinker.backends.torch.layout import BLOCK, Exchange
 from tx.tinker.backends.torch.parts import Part
@@ -60,7 +60,7 @@ class AdaptedExperts:
         """
         sites = []
         for projection in PROJECTIONS:
-            num_experts, num_out, num_in = shape_of(self._module, projection)
+            num_experts, num_out, num_in = get_expert_shape(self._module, projection)
             sites.append(Site(f"{layer}.{projection}", "mlp", num_in, num_out, num_experts))
         return sites
 
@@ -85,7 +85,7 @@ class AdaptedExperts:
         nothing = slots.padding[:0]
         pairs = hidden_states[:, None].expand(-1, num_chosen, -1).flatten(0, 1)
         x: Any = Exchange.apply(pairs, slots.pair_of_slot, slots.slot_of_pair, nothing)
-        _, inner, _ = shape_of(self._module, "gate_proj")
+        _, inner, _ = get_expert_shape(self._module, "gate_proj")
         halves = slice(0, inner), slice(inner, 2 * inner)
         of_gate_and_up = [
             part

@@ -173,7 +173,7 @@ class NativeSampling(SamplingBackend):
                 (params.seed, index),
                 scoring=scoring if index == 0 else None,
                 group=tenant or None,
-                decode=engine.text_of,
+                decode=engine.decode_tokens,
             )
             for index in range(spec.num_samples)
         ]
