@@ -75,7 +75,7 @@ class WeightPublisher:
         self._infos: list[EngineInfo] = []
         self._compares = False
         self._expected: LogProbs | None = None
-        """Log-probs of the policy, computed before it left the device; None: it stays beside the engines."""
+        """Log-probs of the policy, computed before it was offloaded; None: it stays on the device with the engines."""
         self.fingerprints: Mapping[str, int] = {}
         """Fingerprints of the tensors of the last sync; none without verification."""
         formats = (cfg.generator.model_dtype, "bfloat16" if cfg.trainer.bf16 else "float32")
