@@ -50,7 +50,7 @@ class KeptTokens:
         return KeptTokens(self.counts[:length], self.ids[: int(self.counts[:length].sum())])
 
     def first_without(self, token_ids: Sequence[int]) -> int | None:
-        """Return the position of the first token that is not among its kept tokens; None if there is none.
+        """Return the position of the first token outside its kept tokens; None if all tokens are kept.
 
         Args:
             token_ids: the R tokens of the response.

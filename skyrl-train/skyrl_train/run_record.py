@@ -121,7 +121,7 @@ def machine() -> dict[str, str]:
 
 
 def _line_of(path: Path, key: str) -> str | None:
-    """Return the value of `key : value` in a kernel file; None if there is none."""
+    """Return the value of `key : value` in a kernel file; None if the key is missing."""
     try:
         found = re.search(rf"^{key}\s*:\s*(.+)$", path.read_text(), re.MULTILINE)
     except OSError:

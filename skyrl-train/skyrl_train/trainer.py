@@ -74,7 +74,7 @@ class RayPPOTrainer(TrainingRun):
     Args:
         cfg: the validated settings.
         tracker: receives the metrics.
-        train_dataset, eval_dataset: prompts; without `eval_dataset` there is no evaluation.
+        train_dataset, eval_dataset: prompts; `eval_dataset` is optional.
         inference_engine_client: the engines that receive the policy's weights.
         generator: generates trajectories with these engines.
         colocate_pg: on CUDA, the GPUs that workers and engines share.

@@ -231,7 +231,7 @@ class TrainingRun(ABC):
         """Handle a completed checkpoint."""
 
     async def load_checkpoint(self) -> None:
-        """Resume from the checkpoint selected by `resume_mode`; start from scratch if there is none.
+        """Resume from the checkpoint selected by `resume_mode`, or start from scratch without one.
 
         Raises:
             ConfigError: it belongs to another experiment, or `resume_path` is not a checkpoint.

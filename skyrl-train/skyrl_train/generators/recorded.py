@@ -108,7 +108,7 @@ def _reasons(turns: Sequence[RecordedTurn]) -> Counter[str]:
 
     fork          another conversation continues from the same completion rendered      a completion is in the prompt,
     but with other tokens: earlier text was changed, or the chat template renders it differently edited        the
-        prompt has assistant messages that the model did not generate
+    prompt has assistant messages that the model did not generate
     new_context   the prompt has none: a sub-agent, a history that was replaced by a summary
     """
     reasons: Counter[str] = Counter()

@@ -28,7 +28,7 @@ def apply_overlong_filtering(loss_masks: list[list[int]], stop_reasons: list[str
     """Mask trajectories that were truncated by length (DAPO's overlong filtering, https://arxiv.org/abs/2503.14476).
 
     The stop reason decides: a trajectory ended by its environment without an end-of-sequence token is kept, a
-        trajectory truncated directly after such a token is masked. The input lists are not modified.
+    trajectory truncated directly after such a token is masked. The input lists are not modified.
     """
     return [
         [0] * len(loss_mask) if stop_reason == "length" else loss_mask

@@ -64,7 +64,7 @@ class StepWiseDialogue(Dialogue):
         return [sample for turn in self._turns() for sample in turn.to_failed_samples()]
 
     def _turns(self) -> list[ConversationDialogue]:
-        """Return the turns with a completion; if there is none, the first turn."""
+        """Return the turns with a completion, or the first turn if no turn has one."""
         return self._completed or [self._current]
 
     def _prompt_ids(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Finished groups of a step whose other groups are still generated, and their positions in its batch."""
+"""Positions of finished groups in the batch of a step while other groups are still generated."""
 
 from collections.abc import Sequence
 from typing import Literal

@@ -40,7 +40,7 @@ def mask_overlong(trajectory: Trajectory) -> Trajectory:
     `generator.apply_overlong_filtering`.
 
     The stop reason decides: a trajectory ended by its environment without an end-of-sequence token is kept, a
-        trajectory truncated directly after such a token is masked.
+    trajectory truncated directly after such a token is masked.
     """
     return without_loss(trajectory) if trajectory.stop_reason == "length" else trajectory
 

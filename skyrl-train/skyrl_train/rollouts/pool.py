@@ -6,7 +6,7 @@ writes what is finished to the journal.
     may a group start? -> task: generate -> journal, queue -> `next_batch`: trainer -> `trained`, `synced` -> start more
 
 Shutdown: no new group starts, tasks are cancelled and awaited (a task that ignores the cancellation is abandoned after
-    `_GRACE_SECONDS`), then the journal is closed. The owner of the engines shuts them down afterwards.
+`_GRACE_SECONDS`), then the journal is closed. The owner of the engines shuts them down afterwards.
 """
 
 import asyncio

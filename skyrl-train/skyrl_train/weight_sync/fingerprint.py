@@ -93,7 +93,7 @@ def fingerprints_of(
 
 
 def differences(expected: Mapping[str, int], report: Mapping[str, int]) -> str:
-    """Describe an engine's wrong fingerprints by tensor name; empty if there are none."""
+    """Describe an engine's wrong fingerprints by tensor name; empty if all are correct."""
     kinds = {
         "differ": [name for name, value in expected.items() if name in report and report[name] != value],
         "are missing": [name for name in expected if name not in report],

@@ -280,7 +280,7 @@ class WeightSender:
 
 
 def _wrong_in(report: WeightReport, expected: dict[str, int]) -> str:
-    """Describe the errors in an engine's weights by tensor name; empty if there are none."""
+    """Describe the errors in an engine's weights by tensor name; empty if all are correct."""
     computed = ""
     if report.wrong:
         processes = ", ".join(sorted({process for processes in report.wrong.values() for process in processes}))

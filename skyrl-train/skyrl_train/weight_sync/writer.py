@@ -74,7 +74,7 @@ def place_for(info: WeightSyncInitInfo, places: Sequence[Place]) -> Place:
     """Return the location of a bucket for one engine.
 
     Args:
-        places: of each rank.
+        places: location of the bucket on each rank.
     """
     own = [places[rank] for rank in info.sources]
     # An engine may have processes on several GPUs: each selects the handle of its GPU.

@@ -1,4 +1,4 @@
-"""Generator whose trajectories are produced by an agent harness: a program that sends requests to the endpoint."""
+"""Generator that produces trajectories with an agent harness: a program that sends requests to the endpoint."""
 
 import asyncio
 import contextlib
