@@ -106,9 +106,10 @@ def _trains(turn: RecordedTurn, temperature: float | None) -> bool:
 def _reasons(turns: Sequence[RecordedTurn]) -> Counter[str]:
     """Count the reasons why rows after the first started.
 
-    fork          another conversation continues from the same completion rendered      a completion is in the prompt,
-    but with other tokens: earlier text was changed, or the chat template renders it differently edited        the
-    prompt has assistant messages that the model did not generate
+    fork          another conversation continues from the same completion
+    rendered      a completion is in the prompt, but with other tokens: earlier text was changed, or the chat template
+                  renders it differently
+    edited        the prompt has assistant messages that the model did not generate
     new_context   the prompt has none: a sub-agent, a history that was replaced by a summary
     """
     reasons: Counter[str] = Counter()

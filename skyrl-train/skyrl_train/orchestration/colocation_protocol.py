@@ -5,7 +5,7 @@ Pure tables. The device holds either generating engines or one computing model. 
 policy and the engines' weights, but no KV cache:
 
 ```text
-event                       engines         on the device
+    event                       engines         on the device
     generate                    awake           [ weights | keys and values ]
     sleep                       asleep          -
     onload, use, offload ref    asleep          [ ref ]

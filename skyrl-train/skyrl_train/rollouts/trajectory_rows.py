@@ -28,14 +28,17 @@ class Detokenizer(Protocol):
 def trajectory_rows(groups: Sequence[TrajectoryGroup], tokenizer: Detokenizer) -> list[dict[str, object]]:
     """Return one JSON-ready row per trajectory (or per turn, with step-wise trajectories), in order:
 
-    uid, sample         prompt, and index of the sample prompt, response    text including special tokens reward
-    the sum over the row stop_reason, failure ({kind, message} or null) env_class id of the environment; empty if
-    unknown prompt_ids tokens              of the response, one entry per token: text, ids, loss_mask, log_probs (or
-    null), rewards,
+    uid, sample         prompt, and index of the sample
+    prompt, response    text including special tokens
+    reward              the sum over the row
+    stop_reason, failure ({kind, message} or null)
+    env_class           id of the environment; empty if unknown
+    prompt_ids
+    tokens              of the response, one entry per token: text, ids, loss_mask, log_probs (or null), rewards,
                         weight_versions (or null)
-    step, is_last_step  with step-wise trajectories: index of the row within its trajectory certificate         of a
-    recorded agent (`TokenCertificate.to_json`): the same on all rows of a trajectory program_output      end of what an
-    agent's program printed, on the last row of its trajectory
+    step, is_last_step  with step-wise trajectories: index of the row within its trajectory, and whether it is the last
+    certificate         of a recorded agent (`TokenCertificate.to_json`), equal on all rows of a trajectory
+    program_output      end of the output of an agent's program, on the last row of its trajectory
     """
     pieces = _TokenTexts(tokenizer)
     return [
@@ -97,8 +100,9 @@ def token_column_rows(batch: TrainingInputBatch) -> Iterator[dict[str, str]]:
     (`utils/token_columns.py`), in the order of `trajectory_rows`:
 
     trainer_log_probs   of the policy before the step
-    entropies           of the policy in the row's first training forward advantages trained             1 on tokens in
-    the loss: in the row's loss mask and not removed by a filter
+    entropies           of the policy in the row's first training forward
+    advantages
+    trained             1 on tokens in the loss: in the row's loss mask and not removed by a filter
     """
     lengths = batch.tensor("response_mask").sum(dim=1).tolist()
     trained = batch.tensor("loss_mask").cpu().numpy() != 0
