@@ -1,13 +1,13 @@
 """Preparation of a step's batch for the loss: reward penalties, masks, off-policy correction, advantages, loss weights.
 
-Pure functions from a batch to a new batch with other columns, and metrics; no model computes here. The order in
+Pure functions from a batch to a new batch with further columns, and metrics; no model forward. The order in
 `prepare_training_batch` matters: rewards must be final before they are compared, and the loss mask before advantages
-are normalised over it.
+are normalized over it.
 
-A failed rollout (metadata `valid`) has loss mask 0 and enters no baseline. In a batch whose rows are turns (metadata
-`trajectory_ids`) advantages are estimated by trajectory.
+A failed rollout (metadata `valid`) has loss mask 0 and is excluded from baselines. In a batch whose rows are turns
+(metadata `trajectory_ids`) advantages are estimated by trajectory.
 
-Shapes: B rows, R response tokens; with rows that are turns: M trajectories, K turns of the longest.
+Shapes: B rows, R response tokens; with rows that are turns: M trajectories, K the maximum number of turns.
 """
 
 from collections.abc import Hashable, Sequence
@@ -35,21 +35,21 @@ PreparedBatch = tuple[TrainingInputBatch, Metrics]
 
 
 def prepare_training_batch(batch: TrainingInputBatch, cfg: SkyRLConfig, kl_coefficient: float) -> PreparedBatch:
-    """Compute `advantages` and `returns` after penalties and filters on rewards and loss mask. Returns: batch and
+    """Compute `advantages` and `returns` after penalties and filters on rewards and loss mask. Returns batch and
     metrics.
 
     Args:
-        batch: with `rewards`, masks, and what the settings ask for of `action_log_probs`, `base_action_log_probs`,
-            `values`, `rollout_logprobs`.
-        kl_coefficient: the KL controller's, for `use_kl_in_reward`.
+        batch: `rewards`, masks, and as required by the settings `action_log_probs`, `base_action_log_probs`, `values`,
+            `rollout_logprobs`.
+        kl_coefficient: coefficient of the KL controller, for `use_kl_in_reward`.
     """
     algorithm = cfg.trainer.algorithm
     metrics: Metrics = {}
-    # Turns are numbered before any token leaves the loss mask.
+    # Turns are numbered before any token is removed from the loss mask.
     batch = _with(batch, turns=compute_turn_numbers(batch.tensor("loss_mask")))
     batch, own = penalize_overlong(batch, algorithm, cfg.generator)
     metrics |= own
-    scores = trajectory_scores(batch)  # without the KL penalty, which would make every group look informative
+    scores = trajectory_scores(batch)  # without the KL penalty, which would make every group appear informative
     batch, own = subtract_kl(batch, algorithm, kl_coefficient)
     metrics |= own
     batch, own = mask_uninformative_groups(batch, algorithm, scores)
@@ -65,10 +65,9 @@ def penalize_overlong(
 ) -> PreparedBatch:
     """Add DAPO's soft penalty of long responses (`overlong_buffer`) to the reward of the last token.
 
-    The length is that of the whole response with the observations in it: in a conversation of several turns, the most
-    tokens of one answer are the length of the whole response that is free of the full penalty. Where every turn is a
-    row, each is penalised by its own length. With `overlong_buffer.counts=context` the row's prompt counts as well, and
-    the limit is the longest context.
+    The length counts the whole response including observations; the limit of a multi-turn response is the maximum
+    tokens of one completion. If every turn is a row, each turn is penalized by its length. With
+    `overlong_buffer.counts=context` the row's prompt counts as well, and the limit is the maximum context length.
     """
     buffer = algorithm.overlong_buffer
     if buffer.len is None:
@@ -88,9 +87,9 @@ def penalize_overlong(
 
 
 def subtract_kl(batch: TrainingInputBatch, algorithm: AlgorithmConfig, coefficient: float) -> PreparedBatch:
-    """Subtract coefficient * KL(policy || reference) from the reward of every token of the loss mask
-    (`use_kl_in_reward`). A negative coefficient, which a controller can reach, counts as 0. `loss/avg_kl` is the mean
-    over sequences with a loss mask of each one's mean."""
+    """Subtract coefficient * KL(policy || reference) from the reward of every unmasked token (`use_kl_in_reward`). A
+    negative coefficient, which a controller can reach, counts as 0. `loss/avg_kl` averages the KL over the unmasked
+    tokens of each sequence, then over sequences with unmasked tokens."""
     if not algorithm.use_kl_in_reward:
         return batch, {}
     mask = batch.tensor("loss_mask")
@@ -107,7 +106,7 @@ def subtract_kl(batch: TrainingInputBatch, algorithm: AlgorithmConfig, coefficie
 
 
 def trajectory_scores(batch: TrainingInputBatch) -> list[float | None]:
-    """Return for each row the summed reward of its trajectory; None for a failed one."""
+    """Return for each row the summed reward of its trajectory; None for a failed trajectory."""
     trajectory_B = compute_group_numbers(_trajectories(batch))
     row_scores_B = torch.where(_response_mask(batch), batch.tensor("rewards"), 0.0).sum(dim=-1, dtype=torch.float64)
     scores_M = torch.zeros(int(trajectory_B.max()) + 1, dtype=torch.float64).index_add_(0, trajectory_B, row_scores_B)
@@ -118,11 +117,11 @@ def trajectory_scores(batch: TrainingInputBatch) -> list[float | None]:
 def mask_uninformative_groups(
     batch: TrainingInputBatch, algorithm: AlgorithmConfig, scores: Sequence[float | None]
 ) -> PreparedBatch:
-    """Clear the loss mask of rows without a baseline: with `zero_variance_filter` the prompts whose answers all have
-    the same score, and with an estimator of groups always the only sample of a group whose others failed.
+    """Mask rows without a baseline: with `zero_variance_filter`, prompts whose responses all have the same score; with
+    a group-based estimator, always the only successful sample of a group.
 
     Args:
-        scores: trajectory score of each row; None for a failed one.
+        scores: trajectory score of each row; None for a failed trajectory.
     """
     uids = batch.metadata["uids"]
     masked_B = torch.zeros(len(batch), dtype=torch.bool)
@@ -154,7 +153,7 @@ def correct_for_rollout_policy(batch: TrainingInputBatch, algorithm: AlgorithmCo
 
 
 def rollout_mismatch_metrics(batch: TrainingInputBatch, max_gap: float | None) -> Metrics:
-    """Compute metrics of the distance between engine and trainer, where the batch has both log-probs.
+    """Compute metrics of the distance between engine and trainer, if the batch has both log-probs.
 
     Args:
         max_gap: `trainer.algorithm.max_rollout_gap`.
@@ -179,8 +178,8 @@ def rollout_mismatch_metrics(batch: TrainingInputBatch, max_gap: float | None) -
 
 
 def add_advantages(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> PreparedBatch:
-    """Add `advantages` and `returns` [B, R] by the estimator of the settings; 0 in failed rollouts, which the estimator
-    does not see. With `advantage_batch_normalize`, advantages are then normalised over the loss mask."""
+    """Add `advantages` and `returns` [B, R] by the configured estimator; 0 in failed rollouts, which are excluded from
+    the estimate. With `advantage_batch_normalize`, advantages are then normalized over the loss mask."""
     valid_B = _valid(batch)
     survivors = batch.rows(valid_B)
     names = [name for name, is_valid in zip(_trajectories(batch), valid_B.tolist(), strict=True) if is_valid]
@@ -214,8 +213,8 @@ def negative_groups_metric(algorithm: AlgorithmConfig) -> str:
 
 
 def mini_batches_of_prompts(uids: Sequence[Hashable], prompts_each: int) -> list[list[int]]:
-    """Divide rows into mini-batches of `prompts_each` prompts, in the order in which prompts first appear. The number
-    of mini-batches depends on the number of prompts alone, however many rows a prompt has."""
+    """Divide rows into mini-batches of `prompts_each` prompts, in order of first appearance. The number of mini-batches
+    depends only on the number of prompts, not on the rows per prompt."""
     rows_of: dict[Hashable, list[int]] = {}
     for row, uid in enumerate(uids):
         rows_of.setdefault(uid, []).append(row)
@@ -232,9 +231,8 @@ def loss_weights(
     reduction: LossReduction,
     max_seq_len: int | None = None,
 ) -> torch.Tensor:
-    """Compute the weight of every token's loss [B, R], by the reduction within each mini-batch: the loss of an
-    optimizer step is a weighted sum, in whatever parts the ranks compute it. Rows of one trajectory are one
-    sequence."""
+    """Compute the loss weight of every token [B, R] by the reduction within each mini-batch: the loss of an optimizer
+    step is a weighted sum, independent of the division over ranks. Rows of one trajectory count as one sequence."""
     mask, uids, names = batch.tensor("loss_mask"), batch.metadata["uids"], batch.metadata.get("trajectory_ids")
     weights = torch.zeros_like(mask)
     for rows in mini_batches:
@@ -265,8 +263,8 @@ def _by_token(
 def _by_trajectory(
     survivors: TrainingInputBatch, algorithm: AlgorithmConfig, names: Sequence[str], uids: Sequence[Hashable]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Estimate advantages and returns [B, R] of rows that are turns. The estimator sees a matrix of trajectories with
-    one token for each turn; every token of a turn's response gets the turn's value."""
+    """Estimate advantages and returns [B, R] of rows that are turns. The estimator receives a matrix of trajectories
+    with one token per turn; every token of a turn's response gets the turn's value."""
     response_mask = survivors.tensor("response_mask") != 0
     trajectory_B, step_B = compute_step_numbers(names)
     rewards_B = torch.where(response_mask, survivors.tensor("rewards"), 0.0).sum(dim=-1)
@@ -343,7 +341,8 @@ def _trajectories(batch: TrainingInputBatch) -> Sequence[str]:
 
 
 def _of_first_rows(batch: TrainingInputBatch, values: Sequence[float | None]) -> list[float | None]:
-    """Keep a trajectory's value in its first row and replace it by None in the others: each counts once."""
+    """Keep a trajectory's value in its first row and replace it by None in the others, so that each trajectory counts
+    once."""
     seen: set[str] = set()
     first_only: list[float | None] = []
     for name, value in zip(_trajectories(batch), values, strict=True):
@@ -353,7 +352,7 @@ def _of_first_rows(batch: TrainingInputBatch, values: Sequence[float | None]) ->
 
 
 def _lone_rows(batch: TrainingInputBatch) -> torch.Tensor:
-    """Return rows [B] bool of trajectories that alone of their prompt's did not fail."""
+    """Return rows [B] bool of trajectories that are the only successful ones of their prompt."""
     trajectories, uids, valid = _trajectories(batch), batch.metadata["uids"], batch.metadata["valid"]
     survivors: dict[Hashable, set[str]] = {}
     for uid, name, is_valid in zip(uids, trajectories, valid, strict=True):

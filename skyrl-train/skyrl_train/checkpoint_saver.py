@@ -1,4 +1,5 @@
-"""Saving of a run's checkpoints, one at a time: at once, or beside the training. Knows no settings."""
+"""Saving of a run's checkpoints, one at a time, synchronously or in the background of training. Independent of
+settings."""
 
 import asyncio
 import time
@@ -18,7 +19,7 @@ from skyrl_train.utils.explanations import explain_expiry
 from skyrl_train.workers.worker import Worker
 
 T = TypeVar("T")
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds between two looks at what ranks have written
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds between polls of the ranks' files
 _GRACE_SECONDS = 10.0
 """Wait of a run that has failed for the checkpoint that is being written."""
 
@@ -27,9 +28,8 @@ class CheckpointSaver:
     """Saver of the checkpoints of one run.
 
     Args:
-        in_background: ranks copy their state and train on while it is written (`trainer.ckpt_async`).
-        timeout_seconds: longest wait for a checkpoint that is written in the background, from when it is waited for
-            (`trainer.worker_timeout_seconds`).
+        in_background: ranks copy their state and continue training while it is written (`trainer.ckpt_async`).
+        timeout_seconds: maximum wait for a checkpoint written in the background (`trainer.worker_timeout_seconds`).
     """
 
     def __init__(self, store: CheckpointStore, *, in_background: bool, timeout_seconds: float):
@@ -46,15 +46,15 @@ class CheckpointSaver:
         write_rest: Callable[[Path], Awaitable[None]],
         when_complete: Callable[[], None],
     ) -> None:
-        """Save a checkpoint. In the background: return when the state of all ranks is copied.
+        """Save a checkpoint. In the background: return once the state of all ranks is copied.
 
         Args:
             groups: the models.
-            write_rest: writes all other files into a folder.
-            when_complete: called when the checkpoint is there.
+            write_rest: writes all files other than the models' into a folder.
+            when_complete: called when the checkpoint is complete.
 
         Raises:
-            CheckpointError: this checkpoint, or the one before, could not be written.
+            CheckpointError: this or the previous checkpoint could not be written.
         """
         await self.wait()
         if not self._in_background:
@@ -90,7 +90,7 @@ class CheckpointSaver:
         """Wait until the checkpoint that is being written, if any, is complete.
 
         Raises:
-            CheckpointError: it could not be written, or not in time. The one before is as it was.
+            CheckpointError: the write failed or timed out. The previous checkpoint is unchanged.
         """
         task, self._task = self._task, None
         if task is None:
@@ -111,8 +111,8 @@ class CheckpointSaver:
             raise CheckpointError(late + why) from None
 
     async def close(self) -> None:
-        """End the saving at the end of a run, also after a failure: a checkpoint that is nearly complete becomes so,
-        another one leaves nothing."""
+        """Finish or abandon the pending checkpoint at the end of a run, also after a failure: a checkpoint whose files
+        are written is completed, otherwise it is removed."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -123,13 +123,13 @@ class CheckpointSaver:
             logger.warning(f"the checkpoint of step {self._step} was being written when the run ended: {outcome!r}")
 
     async def raise_failure(self) -> None:
-        """Raise CheckpointError if the checkpoint that was being written has failed."""
+        """Raise CheckpointError if the pending checkpoint has failed."""
         if self._task is not None and self._task.done():
             await self.wait()
 
 
 async def _files_of(group: ActorGroup) -> list[WrittenFiles]:
-    """Wait until all ranks have written. Asks between their other calls: they train meanwhile."""
+    """Wait until all ranks have written. Polls between their other calls, since they train meanwhile."""
     pause = _FIRST_PAUSE
     while True:
         reports = await group.call_all(Worker.checkpoint_files)
@@ -141,12 +141,12 @@ async def _files_of(group: ActorGroup) -> list[WrittenFiles]:
 
 @asynccontextmanager
 async def _in_thread(context: AbstractContextManager[T]) -> AsyncIterator[T]:
-    """Enter and leave a context manager, which works with files, in threads."""
+    """Enter and exit a context manager that does file I/O in threads."""
     value = await asyncio.to_thread(context.__enter__)
     try:
         yield value
     except BaseException as error:  # handled where the context ends
-        # Not in a thread: a task that is cancelled must not wait again.
+        # Not in a thread, since a cancelled task must not wait again.
         if not context.__exit__(type(error), error, error.__traceback__):
             raise
     else:

@@ -1,9 +1,9 @@
-"""Store of checkpoints, each complete or absent. Knows files, not their contents.
+"""Store of checkpoints, each complete or absent. Independent of the files' contents.
 
-A manifest with the files' hashes makes a folder a checkpoint. On a file system it is written into a folder beside its
-final path; every file is flushed to the disk, and one rename puts the folder there (`whole_folders.replacing`). In an
-object store the manifest is written last, and what a killed run left without one is deleted before the next checkpoint
-is written. Whatever kills the run, `global_step_N` is complete or absent.
+A folder is a checkpoint if it has a manifest with the files' hashes. On a file system, the checkpoint is written into a
+temporary folder next to its final path; every file is flushed to disk, and one rename publishes the folder
+(`whole_folders.replacing`). In an object store, the manifest is written last, and objects without a manifest left by a
+killed run are deleted before the next checkpoint. After a crash at any point, `global_step_N` is complete or absent.
 """
 
 import json
@@ -44,7 +44,7 @@ _SUPERSEDED = "superseded_"
 
 
 def extract_step_from_path(path: str | Place) -> int:
-    """Return N of a path that ends in `global_step_N`; -1 if it does not."""
+    """Return N for a path that ends in `global_step_N`, otherwise -1."""
     match = re.fullmatch(rf"{GLOBAL_STEP_PREFIX}(\d+)", PurePosixPath(str(path)).name)
     return int(match.group(1)) if match else -1
 
@@ -60,7 +60,7 @@ class CheckpointStore:
     """Store of the checkpoints of one run.
 
     Args:
-        root: their folder, or a URL.
+        root: folder or URL of the checkpoints.
         max_to_keep: number of newest checkpoints to keep; negative: all.
     """
 
@@ -70,10 +70,10 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, step: int) -> Iterator["CheckpointDraft"]:
-        """Yield a draft to write the checkpoint of `step` into. It becomes the checkpoint when the block ends well.
+        """Yield a draft to write the checkpoint of `step` into. It is published when the block succeeds.
 
         Raises:
-            CheckpointError: it could not be written (a full disk, say). Earlier checkpoints are as they were.
+            CheckpointError: the write failed (e.g. a full disk). Earlier checkpoints are unchanged.
         """
         place = self.root / f"{GLOBAL_STEP_PREFIX}{step}"
         try:
@@ -96,10 +96,10 @@ class CheckpointStore:
             ) from error
 
     def select(self, config: TrainerConfig) -> Place | None:
-        """Return the checkpoint that `resume_mode` asks for, unread; None for a fresh start. Changes nothing.
+        """Return the checkpoint selected by `resume_mode` without reading it; None for a fresh start. Changes nothing.
 
         Raises:
-            ConfigError: `resume_path` names no checkpoint.
+            ConfigError: `resume_path` is not a checkpoint.
             CheckpointError: the folder cannot be read.
         """
         try:
@@ -123,12 +123,12 @@ class CheckpointStore:
         return folder
 
     def find(self, config: TrainerConfig) -> "Checkpoint | None":
-        """Return the checkpoint to resume from, with the files that this process reads verified against its manifest;
+        """Return the checkpoint to resume from, after verifying the files read by this process against its manifest;
         None for a fresh start.
 
         Raises:
-            ConfigError: `resume_path` names no checkpoint.
-            CheckpointError: its files are not what was written.
+            ConfigError: `resume_path` is not a checkpoint.
+            CheckpointError: its files were altered.
         """
         folder = self.select(config)
         if folder is None:
@@ -136,8 +136,8 @@ class CheckpointStore:
         return Checkpoint(folder, verify(folder))
 
     def rename_later(self, than: Place | None) -> None:
-        """Rename checkpoints of later steps than the one that the run resumes from (None: all): they are of a branch
-        that the run has left, and must be neither resumed from nor counted among those to keep."""
+        """Rename checkpoints of steps after the one that the run resumes from (None: all). They belong to an abandoned
+        branch, which must not be resumed or counted among the checkpoints to keep."""
         after_step = -1
         if than is not None and than.parent.resolve() == self.root.resolve():
             after_step = extract_step_from_path(than)
@@ -157,8 +157,8 @@ class CheckpointStore:
             remove_folder(folder, MANIFEST)
 
     def _remove_incomplete(self) -> None:
-        """Delete from an object store what killed runs left without a manifest. (On a file system no such folder has
-        the name of a checkpoint.)"""
+        """Delete objects without a manifest, left by killed runs, from an object store. (On a file system, incomplete
+        folders do not have the name of a checkpoint.)"""
         if isinstance(self.root, Path):
             return
         for name in names_in(self.root):
@@ -175,7 +175,7 @@ class CheckpointDraft:
     """Folder of a checkpoint that is being written.
 
     Args:
-        folder: this process writes files into its `local`, ranks those of a model into `shared` / its name.
+        folder: this process writes files into its `local`, ranks write a model's files into `shared` / its name.
     """
 
     def __init__(self, folder: DraftFolder):
@@ -184,21 +184,21 @@ class CheckpointDraft:
         self._records: dict[str, FileRecord] = {}
 
     def add(self, model: str, reports: Sequence[WrittenFiles]) -> None:
-        """Take the files of a model into the checkpoint, with the hashes that its ranks computed.
+        """Add the files of a model with the hashes computed by its ranks.
 
         Args:
-            reports: one of each rank, in order.
+            reports: report of each rank, in order.
 
         Raises:
-            CheckpointError: this process does not see a file. One that is seen here proves that its writer's folder is
-                this one; without that proof no manifest is written.
+            CheckpointError: a file is not visible to this process. Visible files prove that its writer uses the same
+                folder; without that proof no manifest is written.
         """
         check_all_seen(self.shared / model, model, reports)
         for report in reports:
             self._records |= {f"{model}/{name}": record for name, record in report.files.items()}
 
     def write_manifest(self, step: int) -> None:
-        """Write the manifest that makes the folder a checkpoint. What no rank hashed is hashed here."""
+        """Write the manifest that completes the checkpoint. Files not hashed by a rank are hashed here."""
         files = dict(self._records)
         for name, size in sizes_in(self.folder).items():
             files.setdefault(name, FileRecord(size, sha256_of(self.folder / name)))
@@ -210,7 +210,7 @@ class Checkpoint:
     """Complete checkpoint.
 
     Args:
-        folder: its place.
+        folder: its location.
         records: size and hash of each file, by name.
     """
 
@@ -219,17 +219,17 @@ class Checkpoint:
         self._records = records
 
     def records_of(self, model: str) -> dict[str, FileRecord]:
-        """Return size and hash of the files of a model, by name in its folder."""
+        """Return size and hash of a model's files, by name in its folder."""
         prefix = f"{model}/"
         return {name.removeprefix(prefix): record for name, record in self._records.items() if name.startswith(prefix)}
 
     @contextmanager
     def local_copy(self, without: Sequence[str]) -> Iterator[Path]:
-        """Yield a local folder with all files but those of some models, which ranks fetch. A local checkpoint is its
-        own copy.
+        """Yield a local folder with all files except those of some models, which ranks fetch. A local checkpoint is
+        yielded directly.
 
         Raises:
-            CheckpointError: a file is not what was written, or cannot be read.
+            CheckpointError: a file was altered or cannot be read.
         """
         if isinstance(self.folder, Path):
             yield self.folder
@@ -242,7 +242,7 @@ class Checkpoint:
 
     @contextmanager
     def naming_remedy(self) -> Iterator[None]:
-        """Add the remedy to the error of a downloaded file that is damaged."""
+        """Add the remedy to the error of a damaged downloaded file."""
         try:
             yield
         except (CheckpointError, OSError) as error:
@@ -252,11 +252,11 @@ class Checkpoint:
 
 
 def verify(folder: str | Place) -> dict[str, FileRecord]:
-    """Check that every file of the checkpoint is there with the hash it was written with; in an object store with its
-    size (whoever downloads a file compares its hash). Returns: size and hash of each file.
+    """Check that every file of the checkpoint exists with its recorded hash; in an object store with its recorded size
+    (hashes are compared after downloads). Returns size and hash of each file.
 
     Raises:
-        CheckpointError: one is not.
+        CheckpointError: a file is missing or altered.
     """
     place = location(folder)
     try:
@@ -285,12 +285,12 @@ def verify(folder: str | Place) -> dict[str, FileRecord]:
 
 
 def check_all_seen(folder: Place, model: str, reports: Sequence[WrittenFiles]) -> None:
-    """Raise CheckpointError unless this process sees every file that a rank of `model` wrote into `folder`.
+    """Raise CheckpointError unless every file that a rank of `model` wrote into `folder` is visible to this process.
 
-    A file that is seen here proves that its writer's folder is this one; without that proof no manifest is written.
+    Visible files prove that their writer uses the same folder; without that proof no manifest is written.
 
     Args:
-        reports: one of each rank, in order.
+        reports: report of each rank, in order.
     """
     for rank, report in enumerate(reports):
         for name, record in report.files.items():

@@ -1,7 +1,7 @@
-"""Trainers of on-policy distillation: a step is that of reinforcement learning, with teachers that score its tokens.
+"""Trainers of on-policy distillation: reinforcement learning steps with teachers that score the tokens.
 
-Sampled tokens get advantages of the teacher; most likely tokens become two columns of the batch, `teacher_ids` and
-`teacher_log_probs` [B, R, K], which the policy's objective compares with the student's distribution.
+Sampled tokens get advantages from the teacher's log-probs; the teacher's most likely tokens form the columns
+`teacher_ids` and `teacher_log_probs` [B, R, K], which the policy's objective compares with the student's distribution.
 """
 
 from collections.abc import Mapping
@@ -61,8 +61,8 @@ class DistillationTrainer(RayPPOTrainer):
         critic_worker: type[CriticWorker] = CriticWorker,
         ref_worker: type[RefWorker] = RefWorker,
     ) -> None:
-        """Start the workers of the run and those of teachers without engines, which are placed and move like the
-        reference model. Raises ConfigError if a teacher's engines cannot score."""
+        """Start the workers of the run and of teachers without engines, which are placed and moved like the reference
+        model. Raises ConfigError if a teacher's engines cannot score."""
         backend = TrainingBackendRegistry.get(self.cfg.trainer.strategy)
         for name, teacher in self._distillation.teachers.items():
             if name not in self.teacher_clients:
@@ -87,7 +87,7 @@ class DistillationTrainer(RayPPOTrainer):
         return [group for group in super().trainable_groups if group not in teachers]
 
     async def shutdown(self) -> None:
-        """End this run's processes and the teachers' engines, also after a failure."""
+        """Stop this run's processes and the teachers' engines, also after a failure."""
         try:
             await super().shutdown()
         finally:
@@ -97,21 +97,21 @@ class DistillationTrainer(RayPPOTrainer):
     # ---- prepare the batch
 
     def convert_to_training_input(self, rollouts: RolloutBatch) -> TrainingInputBatch:
-        """Collate trajectories and note the teacher of each row in the metadata (`teachers`)."""
+        """Collate trajectories and record the teacher of each row in the metadata (`teachers`)."""
         batch = super().convert_to_training_input(rollouts)
         batch.metadata["teachers"] = [self._teacher_of(uid) for uid in batch.metadata["uids"]]
         return batch
 
     def _teacher_of(self, uid: str) -> str:
-        """Return the teacher of a prompt by its row's data source."""
+        """Return the teacher of a prompt, selected by its row's data source."""
         assert self.train_dataset is not None
-        number = int(uid.partition("#")[0])  # a prompt that comes twice in a step has a suffix
+        number = int(uid.partition("#")[0])  # a prompt that occurs twice in a step has a suffix
         _, _, extras, _ = self.train_dataset[number]
         return teacher_of_source(self._distillation, extras.get("data_source"))
 
     async def fwd_logprobs_values_reward(self, batch: TrainingInputBatch) -> TrainingInputBatch:
-        """Compute the scores of the run's models, and the teachers' as `teacher_log_probs` ([B, R] of sampled tokens,
-        or [B, R, K] of the tokens `teacher_ids`)."""
+        """Compute the scores of the run's models, and the teachers' scores as `teacher_log_probs` ([B, R] of sampled
+        tokens, or [B, R, K] of the tokens `teacher_ids`)."""
         batch = await super().fwd_logprobs_values_reward(batch)
         with self.timed("teachers"):
             async with self.colocation.swapped_in("ref") if self._teacher_groups else nullcontext():
@@ -123,7 +123,7 @@ class DistillationTrainer(RayPPOTrainer):
         return batch
 
     def compute_advantages_and_returns(self, batch: TrainingInputBatch) -> TrainingInputBatch:
-        """Compute the advantages of the environments' rewards, and mix them with the teachers'."""
+        """Compute the advantages of the environments' rewards, combined with the teachers' advantages."""
         batch = super().compute_advantages_and_returns(batch)
         settings = self._distillation
         advantages = batch.tensor("advantages") * settings.reward_coef
@@ -133,13 +133,13 @@ class DistillationTrainer(RayPPOTrainer):
             own = torch.where(mask != 0, own, 0.0)
             advantages = advantages + settings.coef * own
             self.all_metrics["distillation/sampled_kl"] = -masked_mean(own, mask).item()
-            del batch["teacher_log_probs"]  # read by nothing after this
+            del batch["teacher_log_probs"]  # not used later
         batch["advantages"] = advantages
         return batch
 
 
 class AsyncDistillationTrainer(DistillationTrainer, FullyAsyncRayPPOTrainer):
-    """The same, asynchronously: teachers score the groups that a step trains, when it trains them."""
+    """Asynchronous run of on-policy distillation. Teachers score groups in the step that trains them."""
 
 
 def with_reference_model(cfg: SkyRLConfig, model: str) -> SkyRLConfig:
@@ -150,15 +150,15 @@ def with_reference_model(cfg: SkyRLConfig, model: str) -> SkyRLConfig:
 
 
 def teacher_folder(run_folder: RunFolder, name: str) -> RunFolder:
-    """Return the folder of a teacher's logs, below that of the run."""
+    """Return the folder of a teacher's logs, inside the run's log folder."""
     return RunFolder(run_folder.path / "teachers" / name)
 
 
 def teacher_of_source(settings: DistillationConfig, source: str | None) -> str:
-    """Return the name of the teacher of a data source: the one that names it, else the one that names none.
+    """Return the name of the teacher of a data source: the teacher that lists it, else the teacher without a list.
 
     Raises:
-        ConfigError: there is no such teacher.
+        ConfigError: no teacher matches.
     """
     by_source = {own: name for name, teacher in settings.teachers.items() for own in teacher.data_sources or [None]}
     if source in by_source or None in by_source:

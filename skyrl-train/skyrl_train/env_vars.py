@@ -1,4 +1,4 @@
-"""Environment variables: settings of the cluster, and secrets. Imports nothing of ours."""
+"""Environment variables: settings of the cluster, and secrets. Imports no module of this project."""
 
 import os
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ NOT_FORWARDED = ("VLLM_HOST_IP", "NCCL_HOSTID")
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the driver's environment that travel to every process of a run."""
+    """Return the driver's environment variables that are forwarded to every process of a run."""
     return {
         name: value
         for name, value in environment.items()
@@ -34,12 +34,12 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def scheduling_timeout_seconds() -> float:
-    """`SKYRL_RAY_PG_TIMEOUT_IN_S` (180): how long processes may wait for a place in the cluster and start."""
+    """`SKYRL_RAY_PG_TIMEOUT_IN_S` (180): maximum time for processes to be scheduled in the cluster and start."""
     return float(os.environ.get("SKYRL_RAY_PG_TIMEOUT_IN_S", "180"))
 
 
 def endpoint_api_key() -> str | None:
-    """`SKYRL_ENDPOINT_API_KEY` (none): what clients of the OpenAI-compatible endpoint must send as their key."""
+    """`SKYRL_ENDPOINT_API_KEY` (none): key that clients of the OpenAI-compatible endpoint must send."""
     return os.environ.get("SKYRL_ENDPOINT_API_KEY") or None
 
 
@@ -47,5 +47,5 @@ ENGINE_API_KEY = "SKYRL_ENGINE_API_KEY"
 
 
 def engine_api_key() -> str | None:
-    """`SKYRL_ENGINE_API_KEY` (none): the key of rollout servers started elsewhere, for them and for the trainer."""
+    """`SKYRL_ENGINE_API_KEY` (none): key of external rollout servers, read by servers and trainer."""
     return os.environ.get(ENGINE_API_KEY) or None

@@ -1,57 +1,57 @@
-"""Errors that speak to the person who can fix them. Imports nothing of ours.
+"""Errors with messages for the person who can fix them. Imports no module of this project.
 
-A wrong setting is a `ConfigError` before anything starts. What ends one rollout is a `RolloutError`, which the
-generator records on the trajectory (see `FailureKind`); what ends a run is one of the others.
+An invalid setting is a `ConfigError` before anything starts. A `RolloutError` ends one rollout; the generator records
+it on the trajectory (see `FailureKind`). The other errors end the run.
 """
 
 from typing import Literal
 
 
 class SkyRLError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of all errors that this package raises deliberately."""
 
 
 class ConfigError(SkyRLError, ValueError):
-    """A setting is unknown, contradictory or impossible. The text names the setting, its value, the rule and the
-    likely fix."""
+    """Unknown, contradictory or impossible setting. The message names the setting, its value, the rule and the likely
+    fix."""
 
 
 class DataError(SkyRLError, ValueError):
-    """A dataset cannot be used: a missing column, an unreadable file, no row left after filtering."""
+    """Unusable dataset: a missing column, an unreadable file, or no rows left after filtering."""
 
 
 class AllRolloutsFailedError(SkyRLError):
-    """Failure of every rollout of a batch: there is nothing to train on or to score. The text has the commonest
-    cause."""
+    """Failure of every rollout of a batch, which leaves nothing to train on or to score. The message has the most
+    common cause."""
 
 
 class CheckpointError(SkyRLError):
-    """A checkpoint cannot be written or read: a full disk, a missing or altered file."""
+    """Checkpoint that cannot be written or read: a full disk, a missing or altered file."""
 
 
 class WorkerError(SkyRLError):
-    """A process of ours died, raised, or did not answer before its deadline. The text carries the end of its log."""
+    """Crash, error or timeout of a worker process. The message includes the end of its log."""
 
 
 class WorkerMemoryError(WorkerError):
-    """A process of ours ran out of memory, or was killed as the kernel kills when memory is short."""
+    """Worker process that ran out of memory, or was probably killed by the kernel for lack of memory."""
 
 
 class NonFiniteUpdateError(SkyRLError):
-    """Optimizer steps were skipped one after the other because their gradients were not finite. The text says what was
-    not."""
+    """Too many consecutive optimizer steps skipped because of non-finite gradients. The message names the first
+    non-finite quantity."""
 
 
 class RolloutGapError(SkyRLError):
-    """The log-probs of rollouts are not those of the trainer's policy, by far more than staleness explains."""
+    """Difference between log-probs of rollouts and trainer that is far larger than staleness explains."""
 
 
 class WeightSyncError(SkyRLError):
-    """An engine's weights are not the trainer's after a sync (checksum), or the transfer failed."""
+    """Failed weight transfer, or an engine whose weights differ from the trainer's after a sync (checksum)."""
 
 
 class UnsupportedByEngine(SkyRLError):
-    """A rollout engine was asked for something that it does not have (`EngineInfo.unsupported` says why)."""
+    """Request for a feature that a rollout engine does not have (`EngineInfo.unsupported` has the reason)."""
 
 
 FailureKind = Literal["model", "tool", "environment", "reward", "infrastructure"]
@@ -62,8 +62,8 @@ class RolloutError(SkyRLError):
     """Failure of one rollout. Ends that trajectory, never the batch.
 
     Args:
-        kind: which boundary failed.
-        message: what happened, for a person.
+        kind: component that failed.
+        message: human-readable description.
     """
 
     def __init__(self, kind: FailureKind, message: str):
@@ -71,5 +71,5 @@ class RolloutError(SkyRLError):
         self.kind: FailureKind = kind
 
     def __reduce__(self) -> tuple[type["RolloutError"], tuple[FailureKind, str], dict[str, object]]:
-        """Pickle with the kind: an exception is otherwise rebuilt from its `args`, which lack it."""
+        """Pickle with the kind, which is not in `args`, from which exceptions are otherwise rebuilt."""
         return type(self), (self.kind, str(self)), self.__dict__

@@ -1,4 +1,4 @@
-"""Evaluation of a generator on a set of prompts, by data source and over all. Knows no trainer."""
+"""Evaluation of a generator on a set of prompts, by data source and overall. Independent of the trainer."""
 
 import json
 from collections import defaultdict
@@ -48,9 +48,9 @@ async def evaluate(
     `eval/<source>/avg_score`, `eval/<source>/pass_at_<n>`, `eval/<source>/mean_positive_reward`; and the rollout
     metrics as `eval/all/<name>`. With `trainer.dump_eval_results` every trajectory is written to a folder under
     `trainer.export_path`/dumped_evals; with `trainer.dump_trajectories`, token by token, to the run folder. Scores are
-    of whole trajectories, whether turns are rows of their own or not.
+    of whole trajectories, also with step-wise trajectories.
 
-    A data source of which every trajectory failed has None for scores.
+    The scores of a data source whose trajectories all failed are None.
 
     Raises:
         AllRolloutsFailedError: every trajectory of the set failed (their files are written nevertheless).
@@ -87,8 +87,8 @@ async def evaluate(
 
 
 def _write_trajectories(run_folder: RunFolder, global_step: int | None, rows: Iterable[JsonObject]) -> None:
-    """Write the trajectories of a step; those of an evaluation alone as of step 0, unless a training has the folder,
-    whose own they would replace."""
+    """Write the trajectories of a step. A standalone evaluation writes step 0, unless the folder belongs to a training
+    run, whose files it would replace."""
     if global_step is None and any(file.phase == "train" for file in run_folder.trajectory_files()):
         logger.warning(
             f"{run_folder.path} has trajectories of a training, so those of this evaluation are not written: give "
@@ -99,7 +99,7 @@ def _write_trajectories(run_folder: RunFolder, global_step: int | None, rows: It
 
 
 def evaluation_input(rows: list[PromptRow], cfg: "SkyRLConfig", global_step: int | None) -> GeneratorInput:
-    """Return prompts of the evaluation set as input of the generator (see `evaluate`)."""
+    """Build the generator input for prompts of the evaluation set (see `evaluate`)."""
     request, _ = prepare_generator_input(
         rows,
         cfg.generator.eval_n_samples_per_prompt,
@@ -118,7 +118,7 @@ def calculate_per_dataset_metrics(
     """Compute `eval/<source>/…` for each data source, and `eval/all/…`.
 
     Args:
-        data_sources: one of each trajectory.
+        data_sources: data source of each trajectory.
     """
     owners = [(group.uid, trajectory) for group in groups for trajectory in group.trajectories]
     members: defaultdict[str, list[tuple[str, Trajectory]]] = defaultdict(list)
@@ -134,10 +134,10 @@ def calculate_per_dataset_metrics(
 
 
 def sanitize_data_source(data_source: str | None) -> str:
-    """Convert a data source to a part of a metric's or a file's name: None to `unknown`, `a/b` to `a_b`.
+    """Convert a data source to a component of metric or file names: None to `unknown`, `a/b` to `a_b`.
 
-    Every source of this process has a name of its own: `a_b` is `a_b_2` if `a/b` was first, and `all` is `all_2`, since
-    `eval/all/` is over all sources. Evaluation sets are read in the same order in every run, so names stay.
+    Names are unique in this process: `a_b` becomes `a_b_2` if `a/b` was first, and `all` becomes `all_2`, since
+    `eval/all/` covers all sources. Evaluation sets are read in the same order in every run, so names are stable.
     """
     source = None if data_source is None else str(data_source)
     if source not in _source_names:
@@ -163,7 +163,7 @@ def _write_results(
     sources: list[str],
     metrics: dict[str, float | None],
 ) -> None:
-    """Write one file of readable rows for each data source, and one with the metrics."""
+    """Write one file of readable rows per data source, and one file with the metrics."""
     rows_of: defaultdict[str, list[JsonObject]] = defaultdict(list)
     env_classes = [env_class for request in requests for env_class in request["env_classes"]]
     columns = zip(_extras(requests), env_classes, sources, trajectories, strict=True)

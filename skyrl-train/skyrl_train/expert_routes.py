@@ -1,7 +1,7 @@
-"""Routes: the experts of a mixture that the routers chose for each token, as they travel from the rollout engine (or
-the trainer's first forward) to the training forward that replays them. Knows no model.
+"""Routes: the experts selected by the routers of a mixture of experts for each token, passed from the rollout engine
+(or the trainer's first forward) to the training forward that replays them. Independent of models.
 
-Shapes: P positions of a sequence, L layers with a router, k experts of each token; B rows, T columns of a batch.
+Shapes: P positions of a sequence, L layers with a router, k experts per token; B rows, T columns of a batch.
 """
 
 import base64
@@ -16,18 +16,18 @@ _TORCH_TYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.int16): torch.int16
 
 
 def route_dtype(num_experts: int) -> torch.dtype:
-    """Return the smallest type that holds the numbers of so many experts, and one more that means "no route"."""
+    """Return the smallest dtype for the indices of this many experts and one extra value for "no route"."""
     return torch.uint8 if num_experts < torch.iinfo(torch.uint8).max else torch.int16
 
 
 def no_route(dtype: torch.dtype) -> int:
-    """Return the number that stands where a position has no route: its router chooses for itself."""
+    """Return the value of positions without a route, for which the router selects experts."""
     return torch.iinfo(dtype).max
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertRoutes:
-    """Routes of the first positions of one sequence; those behind have none."""
+    """Routes of the first positions of a sequence; later positions have none."""
 
     experts: np.ndarray
     """[P, L, k], uint8 or int16."""
@@ -46,7 +46,7 @@ class ExpertRoutes:
 
     @classmethod
     def from_json(cls, value: Any) -> "ExpertRoutes":
-        """Return the routes that `to_json` wrote. Raises ValueError for anything else."""
+        """Restore routes from `to_json`. Raises ValueError for any other value."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, dict) or set(value) != {"shape", "dtype", "data"}:
@@ -61,7 +61,7 @@ class ExpertRoutes:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: object, _handler: object) -> Any:
-        """Let pydantic, which writes the journal of rollouts, take the two functions above."""
+        """Serialize with `to_json` and `from_json` in pydantic, which writes the journal of rollouts."""
         from pydantic_core import core_schema
 
         write = core_schema.plain_serializer_function_ser_schema(cls.to_json, when_used="json")
@@ -69,8 +69,8 @@ class ExpertRoutes:
 
 
 def join_routes(parts: Sequence[ExpertRoutes | None]) -> ExpertRoutes | None:
-    """Join the routes of one growing sequence, each computed for the whole of it so far: a position keeps the route of
-    the first part that has one, as a token keeps its log-prob, whatever later parts computed for it again."""
+    """Join the routes of a growing sequence, each computed for the whole sequence so far: a position keeps its first
+    route, as a token keeps its log-prob, even if later parts recomputed it."""
     known: list[np.ndarray] = []
     length = 0
     for part in parts:
@@ -83,16 +83,16 @@ def join_routes(parts: Sequence[ExpertRoutes | None]) -> ExpertRoutes | None:
 
 
 def pad_routes(routes: Sequence[ExpertRoutes | None], mask: torch.Tensor) -> torch.Tensor | None:
-    """Return the routes of the rows of a batch, [B, T, L, k]; "no route" on padding and where a position has none.
+    """Return the routes of a batch [B, T, L, k]; "no route" on padding and at positions without a route.
 
     Args:
-        mask: [B, T], 1 on the tokens of each row, one after the other.
+        mask: [B, T], 1 on the tokens of each row, in order.
 
     Returns:
         None if no row has any.
 
     Raises:
-        ValueError: a row has more routes than tokens, or rows are of different models.
+        ValueError: a row has more routes than tokens, or rows have routes of different models.
     """
     shapes = {(each.experts.shape[1:], each.experts.dtype) for each in routes if each is not None}
     if not shapes:

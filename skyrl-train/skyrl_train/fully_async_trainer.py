@@ -1,7 +1,7 @@
 """Asynchronous trainer: groups of later steps are generated while the models are updated, with bounded staleness.
 
 `rollouts.schedule` decides which groups start and which are trained, `rollouts.pool` generates them, `rollouts.journal`
-keeps finished ones over a kill. The rest of a step is that of the synchronous trainer.
+preserves finished groups across crashes. The rest of a step is as in the synchronous trainer.
 """
 
 from functools import partial
@@ -63,10 +63,11 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
                         await self.update_ref_with_policy()
                     with self.timed("sync_weights"):
                         await self.sync_weights()
-                await self.after_step()  # evaluation, metrics, exports, checkpoints: each at its own interval
+                await self.after_step()  # evaluation, metrics, exports, checkpoints: each at its interval
 
     def rollout_pool(self) -> RolloutPool:
-        """Return the pool of groups in the state of the run, with what the journal knows of a run that was killed."""
+        """Create the pool of groups in the state of the run, including finished groups in the journal of a killed
+        run."""
         settings, algorithm = self.cfg.trainer.fully_async, self.cfg.trainer.algorithm
         groups_per_step = self.cfg.trainer.train_batch_size
         limits = ScheduleLimits(
@@ -98,7 +99,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         )
 
     async def sync_weights(self) -> None:
-        """Sync the policy's weights, if that is due in this step."""
+        """Sync the policy's weights, if a sync is due in this step."""
         if self.pool is not None and not self.is_sync_due():
             return
         if self.pool is not None and self.cfg.pause_at_sync == "wait":
@@ -108,8 +109,8 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             self.pool.synced(self.weight_version)
 
     def is_sync_due(self) -> bool:
-        """Return True every `sync_every_steps` steps, after the last one, and before evaluations and checkpoints: they
-        are of the weights after this step, and a resumed run begins with a sync."""
+        """Return True every `sync_every_steps` steps, after the last step, and before evaluations and checkpoints:
+        these use the weights after this step, and a resumed run starts with a sync."""
         trainer = self.cfg.trainer
         intervals = (trainer.fully_async.sync_every_steps, trainer.eval_interval, trainer.ckpt_interval)
         return any(self.is_due(interval) for interval in intervals)
@@ -117,7 +118,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     # ---- generate
 
     async def generate_group(self, ticket: int) -> RolloutBatch:
-        """Generate the samples of the prompt at place `ticket` of the data. They have the seeds of the step that would
+        """Generate the samples of the prompt at position `ticket` of the data, with the seeds of the step that would
         train them in synchronous training."""
         prompt = self.train_dataloader.prompt(ticket)
         step = ticket // self.cfg.trainer.train_batch_size + 1
@@ -131,12 +132,12 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         return to_rollout_batch(self.postprocess_generator_output(output.generator_output, [group.uid] * len(ids)), ids)
 
     def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
-        """Change the rewards of one group before it enters the queue. The place for a reward of your own."""
+        """Change the rewards of a group before it is queued. Override this method for custom rewards."""
         return generator_output
 
     async def next_groups(self, pool: RolloutPool) -> list[FinishedGroup]:
-        """Wait for the groups of this step and record metrics of them. Models that may compute meanwhile begin their
-        forward-only passes over those that are finished."""
+        """Wait for the groups of this step and record their metrics. Models that may compute meanwhile start their
+        forward-only passes over finished groups."""
         self.all_metrics["async/gen_buffer_qsize_at_wait_start"] = float(pool.num_finished)
         self.forwards = self.early_forwards()
         async with self.forwards.running():
@@ -152,7 +153,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         return groups
 
     def _offer_finished(self, pool: RolloutPool) -> None:
-        """Begin forward-only passes over finished groups that the step will probably take."""
+        """Start forward-only passes over finished groups that the step will probably consume."""
         if self.forwards:
             groups = pool.foreseen_batch()
             self.forwards.offer({place: group for place, group in groups.items() if is_sound(group, limits=None)})
@@ -160,7 +161,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     # ---- prepare the batch
 
     def convert_generation_group_mini_batch_to_training_input(self, groups: list[FinishedGroup]) -> TrainingInputBatch:
-        """Collate the groups of a step into padded tensors, less tokens that are too old (`on_stale=mask`)."""
+        """Collate the groups of a step into padded tensors, without stale tokens (`on_stale=mask`)."""
         return self.convert_to_training_input(self._rollouts_of(groups))
 
     def _rollouts_of(self, groups: list[FinishedGroup]) -> RolloutBatch:
@@ -173,25 +174,25 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     # ---- metrics, state in checkpoints
 
     def log(self) -> None:
-        """Log the step's metrics, with those of the pool."""
+        """Log the step's metrics, including the pool's."""
         if self.pool is not None:
             self._record_utilisation(self.pool)
         super().log()
 
     def write_timeline(self) -> None:
-        """Record which groups ran when in this step, and what the trainer did."""
+        """Record when groups and trainer phases ran in this step."""
         trained = [group.ticket for group in self.step_groups]
         self.run_folder.append_timeline(self.global_step, self.timeline.take(trained))
 
     def _record_utilisation(self, pool: RolloutPool) -> None:
-        """Record how busy trainer and engines were."""
+        """Record the utilisation of trainer and engines."""
         limits, timings = pool.scheduler.limits, self.all_timings
         waited, seconds = timings["wait_for_generation_buffer"], timings["step"]
         counts = pool.take_counts()
         self.all_metrics |= pool_metrics(counts, limits.groups_per_step, limits.max_running, waited, seconds)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the synchronous trainer and that of the schedule."""
+        """Return the state of the synchronous trainer and of the schedule."""
         assert self.pool is not None
         return super().state() | {"schedule": self.pool.state().to_json()}
 
@@ -203,6 +204,6 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             self._schedule_state = ScheduleState.after_steps(state["global_step"], self.cfg.trainer.train_batch_size)
 
     def checkpoint_completed(self) -> None:
-        """Drop from the journal what a checkpoint that is complete made superfluous."""
+        """Compact the journal after a checkpoint is complete."""
         assert self.pool is not None
         self.pool.shorten_journal()

@@ -9,7 +9,7 @@ from skyrl_train.utils.run_folder import RunFolder
 
 
 class ObservedRun(Protocol):
-    """What hooks may read of any run, supervised or by reinforcement. `RayPPOTrainer` has more."""
+    """Interface of a run for hooks, for reinforcement learning and supervised training. `RayPPOTrainer` has more."""
 
     cfg: SkyRLConfig
     global_step: int
@@ -21,10 +21,10 @@ class ObservedRun(Protocol):
 
 
 class TrainerHook:
-    """Base of hooks. Every method does nothing by default; override those that are needed.
+    """Base of hooks. All methods do nothing by default.
 
     Args:
-        run: the run that is observed.
+        run: the observed run.
 
     Example (in my_hooks.py, with `trainer.hooks=[my_hooks.RewardPerToken]`):
 
@@ -43,24 +43,23 @@ class TrainerHook:
         """Check settings and files before anything starts. Raises ConfigError."""
 
     def on_start(self) -> None:
-        """React to the start, with models loaded and no checkpoint read yet. Runs in a thread."""
+        """Handle the start, with models loaded, before a checkpoint is read. Runs in a thread."""
 
     def on_resume(self) -> None:
-        """React to a loaded checkpoint. `run.run_folder.read_metrics()` has the metrics of the steps before."""
+        """Handle a loaded checkpoint. `run.run_folder.read_metrics()` has the metrics of earlier steps."""
 
     async def on_step_end(self) -> None:
-        """React to the end of a step: models are updated, engines have their weights, nothing is evaluated yet."""
+        """Handle the end of a step: models and engines are updated, evaluation has not run yet."""
 
     def on_log(self) -> None:
-        """React to the metrics of a step, or change them, before they are logged. Hooks run in the order of
-        `trainer.hooks`."""
+        """Read or change the metrics of a step before they are logged. Hooks run in the order of `trainer.hooks`."""
 
     def on_error(self, error: Exception) -> None:
-        """React to the error that ends the run. `error.add_note` adds lines to its message."""
+        """Handle the error that ends the run. `error.add_note` adds lines to its message."""
 
 
 def load_hooks(cfg: SkyRLConfig) -> list[type[TrainerHook]]:
-    """Import the classes that `trainer.hooks` names. Raises ConfigError."""
+    """Import the classes in `trainer.hooks`. Raises ConfigError."""
     hooks = []
     for path in cfg.trainer.hooks:
         hook = import_object("trainer.hooks", path)

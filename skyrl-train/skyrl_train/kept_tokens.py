@@ -1,7 +1,8 @@
-"""Kept tokens: for each token of a response those that top-p, top-k and min-p left in the vocabulary when it was drawn
-(its sampling mask), as they travel from the rollout engine to the forward that renormalizes over them. Knows no model.
+"""Kept tokens: for each response token, the tokens that top-p, top-k and min-p left in the vocabulary when it was
+sampled (its sampling mask), passed from the rollout engine to the forward that renormalizes over them. Independent of
+models.
 
-Shapes: R tokens of a response, M kept tokens of all of them; B rows of a batch.
+Shapes: R tokens of a response, M kept tokens in total; B rows of a batch.
 """
 
 import base64
@@ -15,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class KeptTokens:
-    """Kept tokens of a response, ragged: those of its first token, then those of its second, and so on."""
+    """Kept tokens of a response, ragged: the kept tokens of its first token, then of its second, and so on."""
 
     counts: np.ndarray
     """[R] int32, the number of each token's kept tokens; 0: the whole vocabulary, as of a token that was not drawn."""
@@ -35,24 +36,24 @@ class KeptTokens:
 
     @classmethod
     def of(cls, sets: Sequence[np.ndarray]) -> "KeptTokens":
-        """Return the kept tokens of a response, one array of ids for each of its tokens."""
+        """Create the kept tokens of a response from one array of ids per token."""
         counts = np.fromiter(map(len, sets), np.int32, len(sets))
         return cls(counts, np.concatenate([np.zeros(0, np.int32), *sets]).astype(np.int32, copy=False))
 
     @classmethod
     def whole_vocabulary(cls, length: int) -> "KeptTokens":
-        """Return those of tokens that nothing is known of, or that were not drawn."""
+        """Create the kept tokens of tokens that were not sampled or whose sampling mask is unknown."""
         return cls(np.zeros(length, np.int32), np.zeros(0, np.int32))
 
     def first(self, length: int) -> "KeptTokens":
-        """Return those of the first tokens."""
+        """Return the kept tokens of the first tokens."""
         return KeptTokens(self.counts[:length], self.ids[: int(self.counts[:length].sum())])
 
     def first_without(self, token_ids: Sequence[int]) -> int | None:
-        """Return the place of the first token that is not among its own kept tokens; None if there is none.
+        """Return the position of the first token outside its kept tokens; None if all tokens are kept.
 
         Args:
-            token_ids: R, the response.
+            token_ids: the R tokens of the response.
         """
         places = np.repeat(np.arange(len(self)), self.counts)
         found = np.zeros(len(self), bool)
@@ -62,7 +63,7 @@ class KeptTokens:
 
     @classmethod
     def from_json(cls, value: Any) -> "KeptTokens":
-        """Return the kept tokens that `to_json` wrote. Raises ValueError for anything else."""
+        """Restore kept tokens from `to_json`. Raises ValueError for any other value."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, dict) or set(value) != {"counts", "ids"}:
@@ -77,7 +78,7 @@ class KeptTokens:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: object, _handler: object) -> Any:
-        """Let pydantic, which writes the journal of rollouts, take the two functions above."""
+        """Serialize with `to_json` and `from_json` in pydantic, which writes the journal of rollouts."""
         from pydantic_core import core_schema
 
         write = core_schema.plain_serializer_function_ser_schema(cls.to_json, when_used="json")
@@ -85,7 +86,7 @@ class KeptTokens:
 
 
 def join_kept_tokens(parts: Sequence[KeptTokens]) -> KeptTokens:
-    """Return the kept tokens of the parts of a response, one after the other."""
+    """Concatenate the kept tokens of the parts of a response."""
     if len(parts) == 1:
         return parts[0]
     empty = KeptTokens.whole_vocabulary(0)
@@ -96,11 +97,11 @@ def join_kept_tokens(parts: Sequence[KeptTokens]) -> KeptTokens:
 
 
 def pad_kept_tokens(rows: Sequence[KeptTokens | None], num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the kept tokens of the rows of a batch: counts [B, R] int32, and ids [B, M] int32, in which a row's own
-    stand one after the other; 0 behind them.
+    """Return the kept tokens of a batch: counts [B, R] int32, and ids [B, M] int32 with the concatenated kept tokens of
+    each row, padded with 0.
 
     Args:
-        rows: of each response; None: nothing is known of any of its tokens.
+        rows: kept tokens of each response; None: unknown for all its tokens.
         num_columns: R.
     """
     longest = max((0 if row is None else len(row.ids) for row in rows), default=0)

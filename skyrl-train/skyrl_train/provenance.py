@@ -1,5 +1,5 @@
-"""Provenance of a checkpoint: the settings and the training data of the run that wrote it, and their comparison with
-those of a run that is to resume it. Knows files and settings, no models."""
+"""Provenance of a checkpoint: settings and training data of the run that wrote it, and their comparison with a run that
+resumes it. Independent of models."""
 
 import hashlib
 import json
@@ -40,8 +40,8 @@ class Provenance:
     """Origin of a checkpoint.
 
     Args:
-        settings: every setting by its full name, as JSON holds it.
-        data: the training data in a few words, with a hash of its content; None without any.
+        settings: JSON value of every setting, keyed by full name.
+        data: short description of the training data with a hash of its content; None without data.
     """
 
     settings: JsonObject
@@ -53,12 +53,12 @@ class Provenance:
         return cls(flatten_settings(cfg), None if dataset is None else describe_data(dataset))
 
     def write(self, folder: Path) -> None:
-        """Write it into a checkpoint."""
+        """Write the provenance into a checkpoint."""
         text = json.dumps({"data": self.data, "settings": self.settings}, indent=1)
         write_atomically(folder / PROVENANCE_FILE, text)
 
     def sampled(self) -> dict[str, object]:
-        """Return all that changes what is sampled or its rewards, or makes another experiment."""
+        """Return the settings and data that change samples or rewards, or define another experiment."""
         settings = {
             name: value
             for name, value in self.settings.items()
@@ -68,7 +68,7 @@ class Provenance:
 
     @classmethod
     def read(cls, folder: Place) -> "Provenance | None":
-        """Return the provenance of a checkpoint, None if it tells none (written before there was any).
+        """Read the provenance of a checkpoint; None if it has none (written by an earlier release).
 
         Raises:
             CheckpointError: the file is damaged.
@@ -84,7 +84,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting, or the training data, that is not what it was."""
+    """Setting or training data that changed."""
 
     name: str
     before: object
@@ -92,7 +92,7 @@ class Change:
 
     @property
     def is_defining(self) -> bool:
-        """True if the change makes another experiment."""
+        """True if the change defines another experiment."""
         return self.name == TRAINING_DATA or is_among(self.name, DEFINING)
 
     def __str__(self) -> str:
@@ -100,8 +100,8 @@ class Change:
 
 
 def changes_between(before: Provenance, after: Provenance) -> list[Change]:
-    """Return what differs, in the order of the settings. Names and places are not compared, nor a setting that only one
-    of the two knows (another release wrote it)."""
+    """Return the differences in the order of the settings. Names and paths are not compared, nor settings known to only
+    one of the two (written by another release)."""
     changes = [] if before.data == after.data else [Change(TRAINING_DATA, before.data, after.data)]
     return changes + [
         Change(name, before.settings[name], value)
@@ -111,13 +111,13 @@ def changes_between(before: Provenance, after: Provenance) -> list[Change]:
 
 
 def check_changes(changes: Sequence[Change], folder: Place, *, allowed: bool) -> None:
-    """Refuse to resume the checkpoint in `folder` where a change makes another experiment.
+    """Refuse to resume the checkpoint in `folder` if a change defines another experiment.
 
     Args:
         allowed: `trainer.resume_allow_changes`.
 
     Raises:
-        ConfigError: one does. The text lists all changes.
+        ConfigError: a change does. The message lists all changes.
     """
     defining = [change for change in changes if change.is_defining]
     if not defining or allowed:
@@ -133,7 +133,7 @@ def check_changes(changes: Sequence[Change], folder: Place, *, allowed: bool) ->
 
 
 def lines_of(changes: Sequence[Change]) -> str:
-    """Return one indented line a change, each after a line feed."""
+    """Return one indented line per change, each after a line feed."""
     return "".join(f"\n  {change}" for change in changes)
 
 
@@ -147,11 +147,11 @@ class DataDigest:
     """Hashes of a dataset.
 
     Args:
-        num_rows: how many rows it has.
-        in_order: over all rows in their order.
-        content: over the rows whatever their order.
+        num_rows: number of rows.
+        in_order: hash over all rows in order.
+        content: hash over the rows, independent of their order.
         chunk_rows: rows of a chunk (the last may have fewer).
-        chunks: one of each chunk of neighbouring rows, which tell roughly where two datasets differ.
+        chunks: hash of each chunk of consecutive rows, which locates differences between datasets.
     """
 
     num_rows: int
@@ -164,19 +164,19 @@ class DataDigest:
         return f"{self.num_rows} rows ({self.in_order})"
 
     def to_json(self) -> JsonObject:
-        """Return it as JSON values, the chunks in one text."""
+        """Return the digest as JSON values, with all chunks in one text."""
         return asdict(self) | {"chunks": "".join(self.chunks)}
 
     @classmethod
     def from_json(cls, values: JsonObject) -> "DataDigest":
-        """Return what `to_json` wrote."""
+        """Restore a digest from `to_json`."""
         text = values["chunks"]
         chunks = tuple(text[start : start + _CHUNK_DIGITS] for start in range(0, len(text), _CHUNK_DIGITS))
         return cls(values["num_rows"], values["in_order"], values["content"], values["chunk_rows"], chunks)
 
 
 def data_digest(dataset: Dataset) -> DataDigest:
-    """Return the hashes of a dataset. Ours keep them in their cache, as every row is read for them."""
+    """Return the hashes of a dataset. `PromptDataset` caches them, since every row must be read."""
     summary = getattr(dataset, "summary", None)
     if summary is None:
         return _compute_digest(dataset)
@@ -190,20 +190,20 @@ def _compute_digest(dataset: Dataset) -> DataDigest:
     for index in range(num_rows):
         text = json.dumps(dataset[index], skipkeys=True, default=_plain)
         whole.update(text.encode() + b"\n")
-        row = text.removesuffix(f', "{index}"]').encode()  # without the uid, which is the row's place
+        row = text.removesuffix(f', "{index}"]').encode()  # without the uid, which is the row's position
         content += xxhash.xxh64_intdigest(row)
         chunks[index // chunk_rows].update(row + b"\n")
     return DataDigest(
         num_rows=num_rows,
         in_order=whole.hexdigest()[:12],
-        content=f"{content % (1 << 64):016x}",  # a sum: any order gives the same
+        content=f"{content % (1 << 64):016x}",  # a sum is independent of the order
         chunk_rows=chunk_rows,
         chunks=tuple(chunk.hexdigest() for chunk in chunks),
     )
 
 
 def _plain(value: Any) -> object:
-    """Content of a value that JSON does not know; of an object without any to see, its type."""
+    """Convert a value that JSON does not support to a hashable text; an object without visible content to its type."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, set | frozenset):

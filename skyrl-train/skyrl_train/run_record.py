@@ -1,8 +1,8 @@
-"""Record of what a run is made of and of the numbers of each step, to compare it with another (`skyrl_train.diff`).
+"""Record of a run's software, data and per-step results, for comparison with another run (`skyrl_train.diff`).
 
-At a start: versions of libraries, a digest of our code, the machine, digests of data, tokenizer and environments. At a
-step: fingerprints of the batch, row by row, and of the weights that went to the engines. A start costs less
-than a second, a step some 30 ms of processor time for a million tokens. Knows no models.
+At the start: versions of libraries, a digest of this project's code, the machine, digests of data, tokenizer and
+    environments. At each step: fingerprints of the batch, row by row, and of the weights sent to the engines. A start
+    costs less than a second, a step about 30 ms of CPU time for a million tokens. Independent of models.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ _DIGITS = 8
 
 
 def describe_start(cfg: SkyRLConfig, dataset: Dataset | None, tokenizer: PreTrainedTokenizerBase) -> JsonObject:
-    """Return what a run is made of besides its settings, as JSON values."""
+    """Return the inputs of a run other than its settings, as JSON values."""
     return {
         "format": FORMAT,
         "libraries": libraries(),
@@ -72,7 +72,7 @@ def describe_start(cfg: SkyRLConfig, dataset: Dataset | None, tokenizer: PreTrai
 def describe_sampling(
     cfg: SkyRLConfig, dataset: Dataset | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, object]:
-    """Return hashes of what samples and rewards depend on besides settings and data: tokenizer, chat template, task
+    """Return hashes of the inputs of samples and rewards other than settings and data: tokenizer, chat template, task
     file and environments."""
     task = Path(cfg.generator.task).expanduser() if cfg.generator.task else None
     return {
@@ -86,20 +86,22 @@ def describe_sampling(
 def libraries() -> dict[str, str]:
     """Return name and version of every installed package.
 
-    Read from the names of their folders: their metadata, which `importlib.metadata` parses, take 200 times as long.
+    Read from the names of their folders: parsing their metadata with `importlib.metadata` takes 200 times as long.
     """
     found: dict[str, str] = {}
     for folder in dict.fromkeys(sys.path):
         if os.path.isdir(folder):
             names = (_DIST_INFO.fullmatch(name) for name in os.listdir(folder))
             for name in filter(None, names):
-                found.setdefault(name[1].lower().replace("_", "-"), name[2])  # the first on the path is imported
+                found.setdefault(
+                    name[1].lower().replace("_", "-"), name[2]
+                )  # the first on the path is the imported one
     return dict(sorted(found.items()))
 
 
 @cache
 def code_digest(package: str) -> str:
-    """Return a hash over the Python files of an imported package."""
+    """Return a hash of the Python files of an imported package."""
     root = Path(sys.modules[package].__path__[0])
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -108,8 +110,8 @@ def code_digest(package: str) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Return the hardware and system of this process as far as they may change the bits of a number. Starts no CUDA,
-    which takes memory of a GPU."""
+    """Return the hardware and system properties that may change the bits of results. Does not start CUDA, which would
+    use GPU memory."""
     facts = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     facts["cpu"] = _line_of(Path("/proc/cpuinfo"), "model name") or platform.processor()
     gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
@@ -119,7 +121,7 @@ def machine() -> dict[str, str]:
 
 
 def _line_of(path: Path, key: str) -> str | None:
-    """Return the value of `key : value` in a file of the kernel; None if there is none."""
+    """Return the value of `key : value` in a kernel file; None if the key is missing."""
     try:
         found = re.search(rf"^{key}\s*:\s*(.+)$", path.read_text(), re.MULTILINE)
     except OSError:
@@ -128,12 +130,12 @@ def _line_of(path: Path, key: str) -> str | None:
 
 
 def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> JsonObject:
-    """Return the size of a tokenizer's vocabulary, and hashes of what it does and of its chat template."""
+    """Return the vocabulary size of a tokenizer, and hashes of its behaviour and its chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         rules: Any = sorted(tokenizer.get_vocab().items())
     else:
-        # Padding and truncation are of the last call, not of the tokenizer.
+        # Padding and truncation depend on the last call, not on the tokenizer.
         rules = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("padding", "truncation")}
     rules = [rules, tokenizer.special_tokens_map]
     return {
@@ -144,7 +146,7 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> JsonObject:
 
 
 def environment_names(cfg: SkyRLConfig, dataset: Dataset | None) -> list[str]:
-    """Return the ids of the environments of a run: that of the settings and those of rows."""
+    """Return the ids of a run's environments, from the settings and the rows."""
     names = {cfg.environment.env_class} if cfg.generator.uses_environments else set()
     key = getattr(dataset, "env_class_key", None)
     if key is not None and cfg.generator.uses_environments:
@@ -153,20 +155,19 @@ def environment_names(cfg: SkyRLConfig, dataset: Dataset | None) -> list[str]:
 
 
 def describe_environment(name: str) -> JsonObject:
-    """Return the class behind an environment's id and a hash of the file that has it; only `class` where there is no
-    such file."""
+    """Return the class of an environment id and a hash of its source file; only `class` without a source file."""
     try:
         entry_point = skyrl_gym.spec(name).entry_point
         if isinstance(entry_point, str):
             module, _, attribute = entry_point.partition(":")
             __import__(module)
             entry_point = getattr(sys.modules[module], attribute)
-    except (GymError, ImportError, AttributeError):  # a generator of a user's own may have no environments
+    except (GymError, ImportError, AttributeError):  # a custom generator may have no environments
         return {"class": None}
     described = {"class": f"{entry_point.__module__}.{entry_point.__qualname__}"}  # type: ignore[union-attr]
     try:
         source = Path(inspect.getsourcefile(entry_point) or "").read_bytes()  # type: ignore[arg-type]
-    except (OSError, TypeError):  # made at a prompt
+    except (OSError, TypeError):  # defined interactively
         return described
     return described | {"digest": hashlib.sha256(source).hexdigest()[:12]}
 
@@ -179,11 +180,11 @@ def _digest(text: str) -> str:
 
 
 def describe_batch(batch: TrainingInputBatch, mask: str = "response_mask") -> JsonObject:
-    """Return what the trainer computed of a batch, in few bytes: for each column a fingerprint of each row (`hashes`, 8
-    hex digits a row in one text), and the mean of each row (`means`), which tells how large a difference is.
+    """Return compact fingerprints of a batch: for each column the fingerprint of each row (`hashes`, 8 hex digits per
+    row in one text), and the mean of each row (`means`), which shows the size of a difference.
 
     Args:
-        mask: the column [B, R] that is 0 where numbers mean nothing; they do not count.
+        mask: the column [B, R] that is 0 where numbers are meaningless and ignored.
     """
     where = batch.tensor(mask).cpu() != 0
     hashes: dict[str, str] = {}
@@ -195,7 +196,7 @@ def describe_batch(batch: TrainingInputBatch, mask: str = "response_mask") -> Js
         inside = where.reshape(*where.shape, *[1] * (column.dim() - 2))
         column = torch.where(inside, column.cpu(), torch.zeros((), dtype=column.dtype))
         hashes[name] = row_fingerprints(column)
-        # In float64, so that it tells a difference of one rounding in one token.
+        # In float64, so that it shows a rounding difference in one token.
         sums = column.flatten(1).double().sum(dim=1) / where.sum(dim=1).clamp(min=1)
         means[name] = [float(f"{value:.12g}") if math.isfinite(value) else None for value in sums.tolist()]
     return {"hashes": hashes, "means": means}
@@ -208,15 +209,13 @@ def row_fingerprints(tensor: torch.Tensor) -> str:
 
 
 class WeightRecord:
-    """Fingerprints of weight syncs in few bytes: the names of tensors are written with the first and when they
-    change."""
+    """Compact fingerprints of weight syncs: tensor names are written with the first sync and when they change."""
 
     def __init__(self) -> None:
         self._names: list[str] | None = None
 
     def record(self, fingerprints: Mapping[str, int]) -> JsonObject:
-        """Return what the fingerprints of one sync add: `values`, 8 hex digits a tensor, and `names` if they are
-        new."""
+        """Return the new entries of one sync: `values`, 8 hex digits per tensor, and `names` if they changed."""
         names = sorted(fingerprints)
         values = "".join(f"{fingerprints[name] & 0xFFFFFFFF:0{_DIGITS}x}" for name in names)
         is_new, self._names = names != self._names, names
@@ -224,5 +223,5 @@ class WeightRecord:
 
 
 def split_fingerprints(text: str) -> list[str]:
-    """Return the fingerprints of rows or tensors in a text of this module."""
+    """Split a text of this module into the fingerprints of rows or tensors."""
     return [text[start : start + _DIGITS] for start in range(0, len(text), _DIGITS)]

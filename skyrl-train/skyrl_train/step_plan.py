@@ -1,4 +1,4 @@
-"""Division of a training step: optimizer steps, mini-batches and micro-batches of each model, prompts left out.
+"""Division of a training step: optimizer steps, mini-batches and micro-batches of each model, and unused prompts.
 
 Pure arithmetic on the settings.
 """
@@ -37,7 +37,7 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Numbers of a run. `str(plan)` is a table to read."""
+    """Counts of a run. `str(plan)` is a readable table."""
 
     prompts: int
     samples_a_prompt: int
@@ -133,8 +133,8 @@ def _model_plan(
 
 
 def needs_old_log_probs(cfg: SkyRLConfig) -> bool:
-    """Return True if the policy's log-probs at the start of a step need a forward pass of their own: not where one
-    optimizer step takes all rows, and nothing else reads them."""
+    """Return True if the policy's log-probs at the start of a step need a separate forward pass: unless a single
+    optimizer step uses all rows and nothing else reads them."""
     trainer = cfg.trainer
     updates = trainer.train_batch_size // trainer.policy_mini_batch_size * trainer.update_epochs_per_batch
     algorithm = trainer.algorithm
@@ -149,7 +149,7 @@ def needs_old_log_probs(cfg: SkyRLConfig) -> bool:
 
 
 def _divide_evenly(total: int, parts: int) -> list[int]:
-    """Divide `total` into parts that differ by at most one, the larger first."""
+    """Divide `total` into parts that differ by at most one, larger parts first."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
@@ -157,7 +157,7 @@ def rows_a_micro_batch(cfg: SkyRLConfig, rows: int, sequence_parallel_size: int)
     """Return the number of samples of maximal length in a micro-batch of one replica.
 
     Args:
-        rows: setting that counts them, where there is no token budget.
+        rows: setting of the number of rows, used without a token budget.
         sequence_parallel_size: ranks of a replica, which share its rows.
     """
     budget = cfg.trainer.max_tokens_per_microbatch
@@ -204,7 +204,7 @@ def _notes(cfg: SkyRLConfig) -> tuple[str, ...]:
 
 
 def _overlong_note(cfg: SkyRLConfig) -> list[str]:
-    """Say where the overlong penalty begins and ends."""
+    """Describe where the overlong penalty starts and ends."""
     buffer, limit = cfg.trainer.algorithm.overlong_buffer, cfg.generator.sampling_params.max_generate_length
     if buffer.len is None:
         return []

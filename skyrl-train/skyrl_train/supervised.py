@@ -1,6 +1,5 @@
-"""Supervised trainer: demonstrations and preference pairs, with the workers, loss interface, checkpoints and metrics of
-reinforcement learning.
-"""
+"""Supervised trainer for demonstrations and preference pairs, with the workers, loss interface, checkpoints and metrics
+of reinforcement learning."""
 
 import asyncio
 import math
@@ -40,7 +39,7 @@ class SupervisedTrainer(TrainingRun):
     """Run of supervised training. A batch is one optimizer step.
 
     Args:
-        cfg: the settings as workers take them (`SupervisedConfig.as_training_config`); `policy_loss_type` is
+        cfg: the settings in the workers' format (`SupervisedConfig.as_training_config`); `policy_loss_type` is
             `cross_entropy` for demonstrations, `dpo` for pairs.
         train_dataset, eval_dataset: examples, or pairs.
     """
@@ -125,7 +124,7 @@ class SupervisedTrainer(TrainingRun):
             await self.colocation.start(groups)
 
     async def shutdown(self) -> None:
-        """Flush the trackers and end the processes of this run, also after a failure."""
+        """Flush the trackers and stop the processes of this run, also after a failure."""
         await self.saver.close()
         self.tracker.finish()
         groups = [group for group in (self.policy_model, self.ref_model) if group is not None]
@@ -134,8 +133,8 @@ class SupervisedTrainer(TrainingRun):
     # ---- data
 
     def to_batch(self, items: Sequence[Item]) -> TrainingInputBatch:
-        """Collate examples into tensors: the first token is the prompt, the others are the response. Pairs are
-        neighbours: rows 2k (preferred) and 2k + 1."""
+        """Collate examples into tensors: the first token is the prompt, the others are the response. The rows of a pair
+        are consecutive: 2k (preferred) and 2k + 1."""
         algorithm = self.cfg.trainer.algorithm
         examples = [example for item in items for example in item]
         no_rewards = [[0.0] * (len(example.ids) - 1) for example in examples]
@@ -167,7 +166,7 @@ class SupervisedTrainer(TrainingRun):
         )
 
     async def add_reference_log_probs(self, batch: TrainingInputBatch) -> TrainingInputBatch:
-        """Add the reference model's log-probs, under the name that the `dpo` loss reads."""
+        """Add the reference model's log-probs under the name used by the `dpo` loss."""
         assert self.ref_model is not None
         async with self.colocation.swapped_in("ref"):
             batch["action_log_probs"] = await forward(self.ref_model, self.schedule(batch, self.ref_model), batch)
@@ -192,7 +191,7 @@ class SupervisedTrainer(TrainingRun):
 
     async def evaluate(self) -> None:
         """Compute the loss on the evaluation set. Demonstrations: the mean over tokens of the loss mask, and its
-        exponential. Pairs: the mean over pairs, and the rate of pairs whose preferred answer gained more on the
+        exponential. Pairs: the mean over pairs, and the fraction of pairs whose preferred response gained more over the
         reference model than the other."""
         if self.eval_dataset is None:
             return
@@ -211,7 +210,7 @@ class SupervisedTrainer(TrainingRun):
         self.all_metrics |= means
 
     async def _evaluate_batch(self, batch: TrainingInputBatch) -> dict[str, float]:
-        """Compute sums over a batch of the evaluation set, and the `count` to divide them by."""
+        """Compute sums over a batch of the evaluation set, and the `count` to divide by."""
         mask = batch.tensor("loss_mask")
         log_probs = await forward(self.policy_model, self.schedule(batch, self.policy_model), batch)
         if not self.with_pairs:
@@ -237,5 +236,5 @@ class SupervisedTrainer(TrainingRun):
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.dataloader.load_state_dict(state["dataloader"])
-        if "skipped_updates" in state:  # an earlier release kept none
+        if "skipped_updates" in state:  # absent in checkpoints of earlier releases
             self._skipped.load_state(state["skipped_updates"])

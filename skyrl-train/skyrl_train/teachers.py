@@ -1,7 +1,7 @@
 """Teachers of on-policy distillation: models that score the student's tokens, in training workers or in engines.
 
-A teacher is given rows of a training batch and returns its log-probs of the response tokens, or its most likely tokens
-there. All score under the temperature of sampling, as the student does.
+A teacher returns its log-probs of the response tokens of training rows, or its most likely tokens at their positions.
+All teachers score at the sampling temperature, like the student.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from skyrl_train.utils.async_blocks import gather_or_cancel
 
 
 class TeacherScores(NamedTuple):
-    """Scores of n rows with R response columns; 0 where there is no token."""
+    """Scores of n rows with R response columns; 0 at padding."""
 
     log_probs: torch.Tensor
     """[n, R] of the sampled tokens, or [n, R, K] of `ids`."""
@@ -30,7 +30,7 @@ class TeacherScores(NamedTuple):
 
 
 class Teacher(Protocol):
-    """Scorer of rows."""
+    """Interface of a scorer of rows."""
 
     async def score(self, batch: TrainingInputBatch, num_top: int) -> TeacherScores:
         """Score rows.
@@ -44,7 +44,7 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True)
 class WorkerTeacher:
-    """Teacher in training workers, as the reference model."""
+    """Teacher in training workers, like the reference model."""
 
     group: ActorGroup
     schedule: Callable[[ActorGroup, TrainingInputBatch], Schedule]
@@ -63,18 +63,18 @@ class EngineTeacher:
     """Teacher in rollout engines or servers, which score a sequence as a prompt.
 
     Args:
-        temperature: that of sampling.
+        temperature: sampling temperature.
     """
 
     client: InferenceEngineInterface
     temperature: float
 
     async def check(self, setting: str, num_top: int, longest: int) -> None:
-        """Check that the engines can score what the run generates.
+        """Check that the engines can score the run's sequences.
 
         Args:
             setting: full name of the teacher's section.
-            longest: most tokens of prompt and response.
+            longest: maximum tokens of prompt and response.
 
         Raises:
             ConfigError: they cannot.
@@ -96,7 +96,7 @@ class EngineTeacher:
     async def score(self, batch: TrainingInputBatch, num_top: int) -> TeacherScores:
         mask, width = batch.tensor("attention_mask") != 0, batch.metadata["response_length"]
         prompts = [row[real].tolist() for row, real in zip(batch.tensor("sequences"), mask, strict=True)]
-        # An engine generates at least one token; its log-prob is of no interest.
+        # An engine generates at least one token; its log-prob is ignored.
         sampling = {"max_tokens": 1, "temperature": self.temperature, "logprobs": None, "prompt_logprobs": num_top}
         completions = await gather_or_cancel(
             [
@@ -124,12 +124,13 @@ class EngineTeacher:
 async def score_rows(
     teachers: Mapping[str, Teacher], batch: TrainingInputBatch, names: Sequence[str], num_top: int, vocab_size: int
 ) -> TeacherScores:
-    """Score every row by its own teacher.
+    """Score every row with its assigned teacher.
 
     Args:
-        names: the teacher of each row.
+        names: teacher of each row.
         num_top: K; 0: the sampled tokens.
-        vocab_size: of the student. Further tokens of a teacher, which pad its output layer, get a log-prob of -inf.
+        vocab_size: vocabulary of the student. Further tokens of a teacher, which pad its output layer, get log-prob
+            -inf.
     """
     shape = (len(batch), batch.metadata["response_length"], *([num_top] if num_top else []))
     log_probs, ids = torch.zeros(shape), torch.zeros(shape, dtype=torch.int32) if num_top else None

@@ -1,8 +1,9 @@
 """Synchronous trainer: generate rollouts, compute advantages, update the models, sync weights; repeat.
 
-It moves batches between a generator, the models' workers and the engines. `generators` make trajectories,
-`batch_preparation` turns their rewards into advantages, `algorithms` has the formulas, `training_backends` shard
-models."""
+The trainer moves batches between a generator, the models' workers and the engines. `generators` produce trajectories,
+`batch_preparation` converts their rewards to advantages, `algorithms` has the formulas, `training_backends` shard
+models.
+"""
 
 import asyncio
 import hashlib
@@ -72,10 +73,10 @@ class RayPPOTrainer(TrainingRun):
 
     Args:
         cfg: the validated settings.
-        tracker: sink of the metrics.
-        train_dataset, eval_dataset: prompts; no evaluation without the latter.
-        inference_engine_client: the engines that get the policy's weights.
-        generator: turns prompts into trajectories with those engines.
+        tracker: receives the metrics.
+        train_dataset, eval_dataset: prompts; `eval_dataset` is optional.
+        inference_engine_client: the engines that receive the policy's weights.
+        generator: generates trajectories with these engines.
         colocate_pg: on CUDA, the GPUs that workers and engines share.
     """
 
@@ -113,7 +114,7 @@ class RayPPOTrainer(TrainingRun):
         """Version of the engines' weights: the number of training steps before them."""
         self._epochs_before = 0
         self._position: dict[str, int] | None = None
-        """Place in the data where this step began; None if it takes none in order."""
+        """Position in the data at the start of this step; None if the step does not read prompts in order."""
         self._sample_names: list[str] = []
         self._weight_record = WeightRecord()
         self._warned_of_negative_groups = False
@@ -156,7 +157,7 @@ class RayPPOTrainer(TrainingRun):
                     await self.update_ref_with_policy()
                 with self.timed("sync_weights"):
                     await self.sync_weights()
-            await self.after_step()  # evaluation, metrics, exports, checkpoints: each at its own interval
+            await self.after_step()  # evaluation, metrics, exports, checkpoints: each at its interval
 
     async def start(self) -> None:
         """Log the step plan, resume from a checkpoint if there is one, sync the engines, evaluate before training."""
@@ -182,13 +183,13 @@ class RayPPOTrainer(TrainingRun):
             yield self.train_dataloader.next_batch()
 
     def rewind_step(self) -> None:
-        """Return to the end of the step before; its prompts are the next again."""
+        """Return to the end of the previous step; its prompts are next again."""
         super().rewind_step()
         if self._position is not None:
             self.train_dataloader.load_state_dict(self._position)
 
     def is_end_of_epoch(self) -> bool:
-        """Return True if the reference model is due for an update: this step took the last prompts of an epoch, and is
+        """Return True if the reference model is due for an update: this step used the last prompts of an epoch and is
         not the last of the run."""
         return (
             self.cfg.trainer.update_ref_every_epoch
@@ -197,7 +198,7 @@ class RayPPOTrainer(TrainingRun):
         )
 
     def log(self) -> None:
-        """Log the step's metrics with the epoch of the prompts taken last."""
+        """Log the step's metrics with the current epoch."""
         if self.global_step and self.train_dataset is not None:
             self.all_metrics |= {
                 "trainer/epoch": self.train_dataloader.epoch,
@@ -209,17 +210,17 @@ class RayPPOTrainer(TrainingRun):
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Recorder of what runs when, for the dashboard."""
+        """Recorder of concurrent activities for the dashboard."""
         return Timeline()
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Return a context manager that records `timing/<name>`, and when it was."""
+        """Record the duration of a block as `timing/<name>` and on the timeline."""
         with super().timed(name), self.timeline.phase(name):
             yield
 
     def write_timeline(self) -> None:
-        """Record what ran when in this step."""
+        """Write the timeline of this step."""
         record = self.timeline.take(self._sample_names, "sample")
         if self.cfg.trainer.dump_trajectories:
             self.run_folder.append_timeline(self.global_step, record)
@@ -232,7 +233,7 @@ class RayPPOTrainer(TrainingRun):
         critic_worker: type[CriticWorker] = CriticWorker,
         ref_worker: type[RefWorker] = RefWorker,
     ) -> None:
-        """Start the workers. Policy loss and training backend are looked up here and shipped to them."""
+        """Start the workers. Policy loss and training backend are looked up here and sent to the workers."""
         trainer, loss = self.cfg.trainer, self.cfg.trainer.algorithm.policy_loss_type
         selector = TokenSelectorRegistry.get(loss) if loss in TokenSelectorRegistry else None
         backend = TrainingBackendRegistry.get(trainer.strategy)
@@ -253,11 +254,11 @@ class RayPPOTrainer(TrainingRun):
 
     @property
     def groups(self) -> list[ActorGroup]:
-        """Models of the run, the policy first."""
+        """Models of the run, policy first."""
         return [group for group in (self.policy_model, self.critic_model, self.ref_model) if group is not None]
 
     async def sync_weights(self) -> None:
-        """Sync the policy's weights to all engines, verified, with this step's number as version."""
+        """Sync and verify the policy's weights in all engines, with this step's number as version."""
         self.weight_version = self.global_step
         metrics = await self.publisher.publish(self.weight_version)
         self.all_metrics |= {f"weight_sync/{name}": value for name, value in metrics.items()}
@@ -281,7 +282,7 @@ class RayPPOTrainer(TrainingRun):
         return self.run_folder.path / "reference"
 
     async def shutdown(self) -> None:
-        """Flush the trackers and end the processes of this run, also after a failure."""
+        """Flush the trackers and stop the processes of this run, also after a failure."""
         await self.saver.close()
         self.tracker.finish()
         await asyncio.gather(*(group.shutdown() for group in self.groups), self.inference_engine_client.teardown())
@@ -289,10 +290,10 @@ class RayPPOTrainer(TrainingRun):
     # ---- generate
 
     async def generate(self, prompts: list[PromptRow]) -> RolloutBatch:
-        """Return `n_samples_per_prompt` trajectories for each prompt (or for others instead, by dynamic sampling).
-        Models that may compute meanwhile begin their forward-only passes over those that are finished, unless a
-        subclass overrides `check_rollouts`."""
-        # A filter of one's own may cut what would not fit, or change tokens: nothing is computed before it.
+        """Generate `n_samples_per_prompt` trajectories for each prompt (or, with dynamic sampling, for other prompts).
+        Models that may compute meanwhile start their forward-only passes over finished groups, unless a subclass
+        overrides `check_rollouts`."""
+        # A custom filter may truncate or change tokens: nothing is computed before it.
         has_own_filter = type(self).check_rollouts is not RayPPOTrainer.check_rollouts
         self.forwards = EarlyForwards() if has_own_filter else self.early_forwards()
         self._arrivals = Arrivals(self.cfg.trainer.algorithm.dynamic_sampling.type)
@@ -309,7 +310,7 @@ class RayPPOTrainer(TrainingRun):
         return rollouts
 
     async def _generate_informative(self, prompts: list[PromptRow], phase: ConsolePhase) -> RolloutBatch:
-        """Return a full batch of dynamic sampling, which may take further prompts."""
+        """Generate a full batch with dynamic sampling, which may use further prompts."""
         seen: set[str] = set()
 
         async def request(num_batches_before: int) -> RolloutBatch:
@@ -331,24 +332,25 @@ class RayPPOTrainer(TrainingRun):
         return request_rollouts(self.generator, generator_input)
 
     def _group_finished(self, group: TrajectoryGroup) -> None:
-        """Begin forward-only passes over a group. One with a failed trajectory waits: it may be cut, or left out."""
+        """Start forward-only passes over a finished group. A group with a failed trajectory waits, since it may be
+        truncated or left out."""
         generator = self.cfg.generator
         if is_sound(group, LengthLimits.of(generator, generator.sampling_params)):
             self._arrivals.add(group)
             self.forwards.offer(self._arrivals.places(self.cfg.trainer.train_batch_size))
 
     def check_rollouts(self, rollouts: RolloutBatch) -> RolloutBatch:
-        """Record faults of the generator on its trajectories. The place for filters of your own: it comes before
-        dynamic sampling and metrics, and in a subclass that overrides it before any forward pass."""
+        """Record generator faults on the trajectories. Override this method for custom filters: it runs before dynamic
+        sampling and metrics, and in overriding subclasses before any forward pass."""
         generator = self.cfg.generator
         return record_faults(rollouts, LengthLimits.of(generator, generator.sampling_params))
 
     def generator_input(self, prompts: list[PromptRow], step: int | None = None) -> GeneratorInput:
-        """Return these prompts as input of the generator.
+        """Build the generator input for these prompts.
 
         Args:
-            step: that trains on their samples and whose number seeds them, so that a resumed run draws the same; None:
-                the present one.
+            step: step that trains on the samples, whose number seeds them, so that a resumed run samples the same;
+                None: the current step.
         """
         generator = self.cfg.generator
         step = self.global_step if step is None else step
@@ -365,12 +367,12 @@ class RayPPOTrainer(TrainingRun):
         return generator_input
 
     def _sampling_keywords(self) -> SamplingKeywords:
-        """Return the engines' keywords for rollouts that train."""
+        """Return the engines' sampling keywords for training rollouts."""
         params = get_sampling_params(self.cfg.generator.sampling_params)
         return params | {"return_kept_tokens": True} if self.cfg.trainer.policy.sampling_mask_replay else params
 
     def _recorded(self, rollouts: RolloutBatch) -> AbstractAsyncContextManager[None]:
-        """Record metrics of rollouts, and write them in a thread beside the block."""
+        """Record metrics of rollouts, and write the rollouts in a thread concurrently with the block."""
         self._record_metrics(rollouts)
         return thread_beside(partial(self._write, rollouts), f"writing the trajectories of step {self.global_step}")
 
@@ -386,7 +388,7 @@ class RayPPOTrainer(TrainingRun):
         }
 
     def _write(self, rollouts: RolloutBatch) -> None:
-        """Write trajectories to disk, send the first to the tracker, log an example every `print_example_interval`
+        """Write trajectories to disk, send the first to the tracker, and log an example every `print_example_interval`
         steps."""
         if self.cfg.trainer.dump_trajectories:
             rows = trajectory_rows(rollouts.groups, self.tokenizer)
@@ -421,12 +423,12 @@ class RayPPOTrainer(TrainingRun):
         )
 
     def early_forwards(self) -> EarlyForwards:
-        """Return the forward-only passes of the coming step that may begin while its groups are generated: the weights
-        that they read change at the end of a step alone."""
+        """Return the forward-only passes of the next step that may start while its groups are generated. Their weights
+        change only at the end of a step."""
         trainer, generator = self.cfg.trainer, self.cfg.generator
         by_number = trainer.max_tokens_per_microbatch is None and not generator.step_wise_trajectories
         groups = [self.ref_model, self.critic_model]
-        if needs_old_log_probs(self.cfg) and trainer.policy.routing_replay != "R2":  # R2 records routes besides
+        if needs_old_log_probs(self.cfg) and trainer.policy.routing_replay != "R2":  # R2 also records routes
             groups.append(self.policy_model)
         return EarlyForwards(
             [
@@ -444,14 +446,15 @@ class RayPPOTrainer(TrainingRun):
         )
 
     def _computes_early(self, group: ActorGroup) -> bool:
-        """Return True if the workers of a model may compute while engines generate: nothing on a CPU is moved away."""
+        """Return True if the workers of a model may compute while engines generate. On CPU, models are never
+        offloaded."""
         on_cpu = self.cfg.trainer.placement.resolve_device() == "cpu"
         return on_cpu or self.colocation.stays_beside_engines(group.name)
 
     async def fwd_logprobs_values_reward(self, batch: TrainingInputBatch) -> TrainingInputBatch:
         """Compute `base_action_log_probs` (reference model), `values` (critic) and `action_log_probs` (policy before
-        this step's updates). With one update a step, and no earlier use of them, the last come from the training
-        forward."""
+        this step's updates). With a single update per step, and no earlier use, `action_log_probs` come from the
+        training forward."""
         if self.ref_model is not None:
             async with self.colocation.swapped_in("ref"):
                 batch["base_action_log_probs"] = await self._forward(self.ref_model, batch)
@@ -469,11 +472,11 @@ class RayPPOTrainer(TrainingRun):
         return batch
 
     async def _forward(self, group: ActorGroup, batch: TrainingInputBatch) -> torch.Tensor:
-        """Run a forward-only pass, or what is left of one that began while groups were generated."""
+        """Run a forward-only pass, or the rest of one that started while groups were generated."""
         return await self.forwards.finish(group, self._forward_schedule(group, batch), batch)
 
     def _forward_schedule(self, group: ActorGroup, batch: TrainingInputBatch) -> Schedule:
-        """Divide a forward-only pass. The policy takes its training micro-batches, so that its first ratios are exactly
+        """Divide a forward-only pass. The policy uses its training micro-batches, so that its first ratios are exactly
         1."""
         trainer = self.cfg.trainer
         micro = trainer.micro_forward_batch_size_per_gpu
@@ -482,7 +485,7 @@ class RayPPOTrainer(TrainingRun):
         return self._schedule(group, batch, trainer.policy_mini_batch_size, micro)
 
     def _schedule(self, group: ActorGroup, batch: TrainingInputBatch, prompts: int, micro_batch_size: int) -> Schedule:
-        """Divide `batch` into mini-batches of `prompts` prompts, and these over the group's ranks."""
+        """Divide `batch` into mini-batches of `prompts` prompts, and mini-batches over the group's ranks."""
         max_tokens = group.token_budget(self.cfg.trainer.max_tokens_per_microbatch)
         return Schedule.of(
             lengths_of(batch),
@@ -535,7 +538,7 @@ class RayPPOTrainer(TrainingRun):
         self.all_metrics |= self._skipped["critic"].count(update, batch, is_last_step=self.is_last_step())
 
     async def train_policy(self, batch: TrainingInputBatch) -> None:
-        """Take the policy's optimizer steps: one for every mini-batch, `update_epochs_per_batch` times over."""
+        """Take the policy's optimizer steps: one per mini-batch, for `update_epochs_per_batch` epochs."""
         trainer, algorithm = self.cfg.trainer, self.cfg.trainer.algorithm
         mini_batches = mini_batches_of_prompts(batch.metadata["uids"], trainer.policy_mini_batch_size)
         batch["loss_weights"] = loss_weights(batch, mini_batches, algorithm.loss_reduction, algorithm.max_seq_len)
@@ -568,7 +571,7 @@ class RayPPOTrainer(TrainingRun):
         )
 
     def step_generator(self, purpose: str) -> torch.Generator:
-        """Return the random generator of this step for one purpose: the same in a resumed run."""
+        """Return the random generator of this step for one purpose, equal in a resumed run."""
         digest = hashlib.sha256(f"{self.cfg.trainer.seed}/{self.global_step}/{purpose}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -603,7 +606,7 @@ class RayPPOTrainer(TrainingRun):
             )
         self.train_dataloader.load_state_dict(state["dataloader"])
         self.reward_kl_controller.value = state["reward_kl_coef"]
-        for name, counts in state.get("skipped_updates", {}).items():  # an earlier release kept none
+        for name, counts in state.get("skipped_updates", {}).items():  # absent in checkpoints of earlier releases
             self._skipped[name].load_state(counts)
 
     async def save_more(self, folder: Path) -> None:
@@ -619,7 +622,7 @@ class RayPPOTrainer(TrainingRun):
 
 
 def _spans(rollouts: RolloutBatch, step: int, version: int) -> Iterator[tuple[str, float, float, int, Outcome]]:
-    """Yield name, beginning, end, weight version and outcome of the trajectories of a step whose times are known."""
+    """Yield name, start, end, weight version and outcome of a step's trajectories with known times."""
     for group in rollouts.groups:
         for each in group.trajectories:
             if each.span is not None:

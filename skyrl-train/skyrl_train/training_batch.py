@@ -1,6 +1,6 @@
-"""A batch of tensors that share their first dimension, as it travels between the trainer and its workers.
+"""Batch of tensors with the same first dimension, exchanged between the trainer and its workers.
 
-Knows nothing of what the tensors mean, of Ray or of devices beyond `to`.
+Independent of the tensors' meaning, of Ray, and of devices except in `to`.
 """
 
 import builtins
@@ -15,11 +15,11 @@ import torch
 
 from skyrl_train.utils.storage import Place, open_to_write
 
-_NUMPY_KINDS = {torch.bfloat16: torch.int16}  # numpy has no bfloat16: its bytes travel as int16
+_NUMPY_KINDS = {torch.bfloat16: torch.int16}  # numpy has no bfloat16: its bytes are stored as int16
 
 
 def shape_of(value: object) -> str:
-    """Describe what a function returned, for the text of an error: `a tensor (4, 12)`, `(a tensor (4,), dict)`."""
+    """Describe the result of a function, for error messages: `a tensor (4, 12)`, `(a tensor (4,), dict)`."""
     if isinstance(value, torch.Tensor):
         return f"a tensor {tuple(value.shape)}"
     if isinstance(value, tuple):
@@ -28,7 +28,7 @@ def shape_of(value: object) -> str:
 
 
 class TensorBatch(dict[str, torch.Tensor | None]):
-    """Tensors (or None) by name, all with the same first dimension, and `metadata` about the batch as a whole.
+    """Named tensors (or None) with the same first dimension, and `metadata` about the whole batch.
 
     Raises:
         ValueError: a value is not a tensor, or the first dimensions differ.
@@ -70,14 +70,14 @@ class TensorBatch(dict[str, torch.Tensor | None]):
         return type(self)(mapped, metadata=dict(self.metadata))
 
     def tensor(self, key: str) -> torch.Tensor:
-        """The tensor under `key`. Raises KeyError if there is none, or if it is None."""
+        """Return the tensor under `key`. Raises KeyError if it is missing or None."""
         value = self[key]
         if value is None:
             raise KeyError(f"'{key}' is None in this batch")
         return value
 
     def select(self, keys: Sequence[str], metadata_keys: Sequence[str] | None = None) -> Self:
-        """A batch of some of the tensors, with some (None: all) of the metadata."""
+        """Return a batch of some tensors, with some (None: all) of the metadata."""
         names = self.metadata if metadata_keys is None else metadata_keys
         return type(self)({key: self[key] for key in keys}, metadata={name: self.metadata[name] for name in names})
 
@@ -87,7 +87,7 @@ class TensorBatch(dict[str, torch.Tensor | None]):
         dtype: torch.dtype | None = None,
         non_blocking: bool = False,
     ) -> Self:
-        """Move or convert every tensor, in place. Returns: self."""
+        """Move or convert every tensor in place and return self."""
         for key, value in list(self.items()):
             if value is not None:
                 super().__setitem__(key, value.to(device=device, dtype=dtype, non_blocking=non_blocking))
@@ -100,7 +100,7 @@ class TensorBatch(dict[str, torch.Tensor | None]):
         return self
 
     def repeat(self, times: int) -> Self:
-        """The batch `times` times, one after the other: rows 0 1 0 1."""
+        """Repeat the whole batch `times` times: rows 0 1 0 1."""
         return self._map(lambda tensor: tensor.repeat(times, *[1] * (tensor.dim() - 1)))
 
     def repeat_interleave(self, times: int) -> Self:
@@ -111,11 +111,11 @@ class TensorBatch(dict[str, torch.Tensor | None]):
         return self._map(lambda tensor: tensor[start:end:step])
 
     def rows(self, indices: torch.Tensor) -> Self:
-        """The rows at `indices` [N], in that order."""
+        """Return the rows at `indices` [N], in that order."""
         return self._map(lambda tensor: tensor[indices])
 
     def chunk(self, chunk_size: int) -> list[Self]:
-        """Consecutive batches of `chunk_size` rows; the last may be smaller."""
+        """Split into consecutive batches of `chunk_size` rows; the last may be smaller."""
         return list(self.chunks(chunk_size))
 
     def chunks(self, chunk_size: int) -> Iterator[Self]:
@@ -124,10 +124,10 @@ class TensorBatch(dict[str, torch.Tensor | None]):
 
     @classmethod
     def cat(cls, shards: Sequence[Self]) -> Self:
-        """The rows of all shards in order. Metadata and None values are the first shard's.
+        """Concatenate the rows of all shards in order. Metadata and None values are from the first shard.
 
         Raises:
-            ValueError: there is no shard, or a tensor of one is missing in another.
+            ValueError: no shards, or shards with different tensors.
         """
         if not shards:
             raise ValueError("cannot concatenate an empty list of batches")
@@ -137,7 +137,7 @@ class TensorBatch(dict[str, torch.Tensor | None]):
         return cls(joined, metadata=dict(shards[0].metadata))
 
     def __getitem__(self, index: str | int | builtins.slice) -> Any:
-        """Return by name the tensor, by position or slice a batch of those rows."""
+        """Return the tensor for a name, or a batch of rows for a position or slice."""
         if isinstance(index, str):
             return super().__getitem__(index)
         if isinstance(index, slice):
@@ -156,7 +156,7 @@ class TensorBatch(dict[str, torch.Tensor | None]):
                 return False
         return True
 
-    def __ne__(self, other: object) -> bool:  # dict has one of its own, which compares tensors with `==`
+    def __ne__(self, other: object) -> bool:  # dict defines it, and would compare tensors with `==`
         return not self == other
 
     __hash__ = None  # type: ignore[assignment]  # mutable
@@ -167,7 +167,7 @@ class TensorBatch(dict[str, torch.Tensor | None]):
 
     @staticmethod
     def load(path: str | Path) -> "TensorBatch":
-        """A batch that `save` wrote. Only for files of one's own: unpickling runs code."""
+        """Load a batch written by `save`. Only for trusted files, since unpickling runs code."""
         with open(path, "rb") as file:
             return pickle.load(file)
 
@@ -188,7 +188,7 @@ def _rebuild(
 ) -> TensorBatch:
     tensors: dict[str, torch.Tensor | None] = {}
     for key, value in arrays.items():
-        # Arrays from Ray's store are read-only: a batch is small beside a model, so it gets memory of its own.
+        # Arrays from Ray's store are read-only: a batch is small compared with a model, so it is copied.
         tensors[key] = None if value is None else torch.from_numpy(np.array(value[0])).view(value[1])
     return cls(tensors, metadata=metadata)
 
@@ -197,12 +197,12 @@ class TrainingInputBatch(TensorBatch):
     """Batch of a training step. B trajectories, T prompt + response tokens, R response tokens.
 
     `sequences`, `attention_mask` [B, T]: prompts padded on the left, responses on the right.
-    `response_mask` [B, R]: 1 on what the model and the environment wrote. `loss_mask` [B, R]: 1 on what the model
-    wrote. `rewards` [B, R]; `rollout_logprobs` [B, R] or None; `weight_versions` [B, R] int32, the version
-    of the weights that generated each token, -1 on others; later `action_log_probs`, `base_action_log_probs`,
-    `advantages`, `returns`, `loss_weights` [B, R]. With routing replay `expert_routes` [B, T, L, k], the experts of
-    each token in the L layers that have a router (`expert_routes.py`). With replay of sampling masks `kept_counts`
-    [B, R] and `kept_ids` [B, M], int32, the tokens that each response token was drawn from (`kept_tokens.py`).
+    `response_mask` [B, R]: 1 on tokens of model and environment. `loss_mask` [B, R]: 1 on trained tokens. `rewards` [B,
+    R]; `rollout_logprobs` [B, R] or None; `weight_versions` [B, R] int32, the weight version that generated each token,
+    -1 on others; later `action_log_probs`, `base_action_log_probs`, `advantages`, `returns`, `loss_weights` [B, R].
+    With routing replay `expert_routes` [B, T, L, k], the experts of each token in the L layers with a router
+    (`expert_routes.py`). With sampling mask replay `kept_counts` [B, R] and `kept_ids` [B, M], int32, the tokens from
+    which each response token was sampled (`kept_tokens.py`).
 
     Examples:
         Responses with three and two tokens to prompts with two and three:

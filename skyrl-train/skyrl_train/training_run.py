@@ -50,11 +50,11 @@ _SHOWN = {
 
 
 class TrainingRun(ABC):
-    """Run of training, by reinforcement or supervised.
+    """Base of training runs, for reinforcement learning and supervised training.
 
     Args:
         cfg: the validated settings.
-        tracker: sink of the metrics.
+        tracker: receives the metrics.
     """
 
     train_dataset: Dataset | None
@@ -84,7 +84,7 @@ class TrainingRun(ABC):
     @property
     @abstractmethod
     def trainable_groups(self) -> list[ActorGroup]:
-        """Models that are trained, the policy first."""
+        """Trained models, policy first."""
 
     @abstractmethod
     async def evaluate(self) -> None:
@@ -92,23 +92,23 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return the state of the run besides models and the step's number, as JSON values."""
+        """Return the state of the run except models and step number, as JSON values."""
 
     @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state` returned."""
+        """Restore the state returned by `state`."""
 
     async def save_more(self, folder: Path) -> None:  # noqa: B027  supervised training has nothing more
         """Write further files of a checkpoint."""
 
     async def load_more(self, folder: Path | None) -> None:  # noqa: B027
-        """Restore the files that `save_more` wrote. Args: `folder`, None at a fresh start."""
+        """Load the files written by `save_more` from `folder`; None at a fresh start."""
 
     # ---- around a step
 
     async def after_step(self) -> None:
-        """Evaluate, log, export and save a checkpoint, each at its interval. The checkpoint comes last: a run resumed
-        from it has nothing of this step left to do."""
+        """Evaluate, log, export and save a checkpoint, each at its interval. The checkpoint is last, so that a resumed
+        run has nothing of this step left to do."""
         trainer = self.cfg.trainer
         await self.saver.raise_failure()
         await self._observe_workers()
@@ -129,7 +129,7 @@ class TrainingRun(ABC):
 
     @contextmanager
     def reporting_errors(self) -> Iterator[None]:
-        """Return a context manager that passes an error to the hooks and raises it."""
+        """Pass an error of the block to the hooks and raise it."""
         try:
             yield
         except Exception as error:
@@ -138,13 +138,13 @@ class TrainingRun(ABC):
             raise
 
     async def start_hooks(self) -> None:
-        """Call the hooks' `on_start` in a thread: estimates read files of models."""
+        """Call the hooks' `on_start` in a thread, since hooks may read model files."""
         for hook in self.hooks:
             await asyncio.to_thread(hook.on_start)
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await the part of a step that changes no model. If the run is told to stop meanwhile, it ends with a
-        checkpoint of the step before."""
+        """Await a part of a step that changes no model. If the run is asked to stop meanwhile, it ends with a
+        checkpoint of the previous step."""
         task, stopped = asyncio.create_task(work), asyncio.create_task(self.stop_request.wait())
         try:
             await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -158,19 +158,18 @@ class TrainingRun(ABC):
             stopped.cancel()
 
     def rewind_step(self) -> None:
-        """Return to the end of the step before, while no model has changed since."""
+        """Return to the end of the previous step, if no model has changed since."""
         self.global_step -= 1
 
     async def _stop(self) -> NoReturn:
-        """End the run, which was told to, with a checkpoint of the last step that ended."""
+        """End the run on request, with a checkpoint of the last completed step."""
         if self._saved_step < self.global_step:
             await self.save_checkpoint()
         await self.saver.wait()
         self.stop_request.end()
 
     async def _observe_workers(self) -> None:
-        """Advance the policy's profile by a step, and add the load of its GPUs to the metrics, where that is asked
-        for."""
+        """Advance the policy's profile by a step, and add GPU load to the metrics, if enabled."""
         trainer, policy = self.cfg.trainer, self.trainable_groups[0]
         if trainer.policy.torch_profiler_config.enable:
             await policy.call_all(PolicyWorker.end_profiled_step, self.global_step)
@@ -178,7 +177,7 @@ class TrainingRun(ABC):
             self.all_metrics |= load_metrics(await policy.call_all(PolicyWorker.take_gpu_load))
 
     def is_due(self, interval: int) -> bool:
-        """Return True every `interval` steps and after the last one; never if the interval is not positive."""
+        """Return True every `interval` steps and after the last step; never if the interval is not positive."""
         return interval > 0 and (self.global_step % interval == 0 or self.global_step == self.total_training_steps)
 
     def is_last_step(self) -> bool:
@@ -187,7 +186,7 @@ class TrainingRun(ABC):
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Return a context manager that records `timing/<name>`, and shows the phase on the console."""
+        """Record the duration of a block as `timing/<name>`, and show the phase on the console."""
         with Timer(name, self.all_timings), progress.phase(_SHOWN.get(name)):
             yield
 
@@ -202,7 +201,7 @@ class TrainingRun(ABC):
         progress.at_step(self.global_step, self.total_training_steps)
 
     def write_fingerprints(self) -> None:
-        """Write the hashes that were noted since the last time, if any."""
+        """Write the fingerprints recorded since the last call, if any."""
         if self.fingerprints:
             self.run_folder.append_fingerprints(self.global_step, self.fingerprints)
         self.fingerprints = {}
@@ -211,14 +210,14 @@ class TrainingRun(ABC):
 
     @cached_property
     def provenance(self) -> Provenance:
-        """Settings and data of this run, as its checkpoints record them."""
+        """Settings and data of this run, as recorded in its checkpoints."""
         return Provenance.of(self.cfg, self.train_dataset)
 
     async def save_checkpoint(self) -> None:
-        """Save everything that the rest of the run depends on, whole or not at all."""
+        """Save the complete state of the run atomically."""
         self._saved_step = self.global_step
         with self.timed("save_checkpoints"):
-            await self.saver.wait()  # before the state is taken: only then the one before is complete
+            await self.saver.wait()  # before the state is taken, so that the previous checkpoint is complete
             state = {"global_step": self.global_step, **self.state()}
 
             async def write_rest(folder: Path) -> None:
@@ -229,13 +228,13 @@ class TrainingRun(ABC):
             await self.saver.save(self.global_step, self.trainable_groups, write_rest, self.checkpoint_completed)
 
     def checkpoint_completed(self) -> None:  # noqa: B027  the journal of asynchronous training follows
-        """React to a checkpoint that is complete."""
+        """Handle a completed checkpoint."""
 
     async def load_checkpoint(self) -> None:
-        """Resume from the checkpoint that `resume_mode` selects; start afresh if there is none.
+        """Resume from the checkpoint selected by `resume_mode`, or start from scratch without one.
 
         Raises:
-            ConfigError: it belongs to another experiment, or `resume_path` names none.
+            ConfigError: it belongs to another experiment, or `resume_path` is not a checkpoint.
             CheckpointError: it is damaged.
         """
         changes = check_resumption(self.cfg.trainer, self.checkpoints, self.provenance)
@@ -269,7 +268,7 @@ class TrainingRun(ABC):
             logger.info(finished_message(folder, self.total_training_steps))
 
     def _begin(self) -> None:
-        """Record what this start is made of. From here on a checkpoint can answer a request to stop."""
+        """Record the inputs of this start. From here on, a checkpoint can answer a stop request."""
         self._saved_step = self.global_step
         if self.cfg.trainer.ckpt_interval > 0:
             self.stop_request.accept(self.cfg.trainer.stop_timeout_seconds)
@@ -278,8 +277,7 @@ class TrainingRun(ABC):
         progress.at_step(self.global_step, self.total_training_steps)
 
     async def save_hf_model(self) -> None:
-        """Export the trained models as `transformers` loads them, to `<export_path>/global_step_N/policy` (and
-        `critic`)."""
+        """Export the trained models in `transformers` format to `<export_path>/global_step_N/policy` (and `critic`)."""
         folder = location(self.cfg.trainer.export_path) / f"global_step_{self.global_step}"
         with self.timed("save_hf_model"):
             for group in self.trainable_groups:
@@ -287,10 +285,10 @@ class TrainingRun(ABC):
 
 
 async def load_group(group: ActorGroup, checkpoint: Checkpoint) -> None:
-    """Load a model and its optimizer on every rank. From an object store each machine first fetches the files, once.
+    """Load a model and its optimizer on every rank. From an object store, each machine first fetches the files once.
 
     Raises:
-        CheckpointError: they are damaged, or do not fit.
+        CheckpointError: the files are damaged or do not match the model.
     """
     folder = checkpoint.folder / group.name
     with checkpoint.naming_remedy():
@@ -306,12 +304,12 @@ def num_training_steps(trainer: TrainerConfig, num_rows: int) -> int:
 
 
 def check_resumption(trainer: TrainerConfig, checkpoints: CheckpointStore, provenance: Provenance) -> list[Change]:
-    """Compare a run with the checkpoint that it is to resume, if there is one.
+    """Compare a run with the checkpoint that it would resume, if there is one.
 
-    Returns: the differences, all of them allowed.
+    Returns: the differences, all allowed.
 
     Raises:
-        ConfigError: a difference makes it another experiment, and `trainer.resume_allow_changes` is not set.
+        ConfigError: a difference defines another experiment, and `trainer.resume_allow_changes` is not set.
     """
     folder = checkpoints.select(trainer)
     if folder is None:
@@ -329,11 +327,11 @@ def check_resumption(trainer: TrainerConfig, checkpoints: CheckpointStore, prove
 
 
 def check_before_start(cfg: SkyRLConfig, dataset: Dataset | None) -> None:
-    """Raise ConfigError, before anything starts, if a hook refuses the settings, an object store cannot be
-    used, or the checkpoint to resume belongs to another experiment.
+    """Raise ConfigError before anything starts if a hook refuses the settings, an object store cannot be used, or the
+    checkpoint to resume belongs to another experiment.
 
     Args:
-        dataset: training data; None: the run only evaluates, and has no checkpoints.
+        dataset: training data; None: the run only evaluates, without checkpoints.
     """
     check_access("trainer.export_path", cfg.trainer.export_path)
     for hook in load_hooks(cfg):
@@ -347,7 +345,7 @@ def check_before_start(cfg: SkyRLConfig, dataset: Dataset | None) -> None:
 
 
 def finished_message(folder: Place, total_steps: int) -> str:
-    """Return the message about a run whose checkpoint in `folder` is of the last step or a later one."""
+    """Return the message for a run whose checkpoint in `folder` has the last step or a later one."""
     return (
         f"this run is finished: {folder} is of step {extract_step_from_path(folder)}, and these settings end after "
         f"step {total_steps}. To train on, raise trainer.max_training_steps or trainer.epochs; to train anew, set "
@@ -356,7 +354,7 @@ def finished_message(folder: Place, total_steps: int) -> str:
 
 
 def says_finished(cfg: SkyRLConfig, num_rows: int) -> bool:
-    """Return True, and log so, if a run has nothing left to do. Reads file names only."""
+    """Return True and log the reason if a run has nothing left to do. Reads only file names."""
     folder = CheckpointStore(cfg.trainer.ckpt_path).select(cfg.trainer)
     total = num_training_steps(cfg.trainer, num_rows)
     if folder is None or extract_step_from_path(folder) < total:

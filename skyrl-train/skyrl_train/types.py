@@ -1,4 +1,4 @@
-"""Types that several layers name. Imports nothing of ours."""
+"""Types shared by several layers. Imports no module of this project."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""Agent loop of one trajectory: turns of a model and an environment until the episode is done or the length is used up.
+"""Agent loop of one trajectory: turns of model and environment until the episode is done or the length budget is used
+up.
 
-Imports no Ray, and knows no batch and no retries. Failures are raised as `RolloutError`; `skyrl_gym_generator` records
-them.
+Independent of Ray, batches and retries. Failures are raised as `RolloutError`; `skyrl_gym_generator` records them.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class LengthBudget:
     Args:
         max_input_length: maximum number of input tokens of any turn.
         max_tokens: maximum number of generated tokens of one turn.
-        max_context_length: maximum of both together; None if it is not known.
+        max_context_length: maximum sum of both; None if unknown.
     """
 
     max_input_length: int
@@ -33,7 +33,7 @@ class LengthBudget:
     max_context_length: int | None = None
 
     def tokens_left(self, num_input_tokens: int) -> int:
-        """Return the number of tokens that the model may generate behind so many input tokens."""
+        """Return the number of tokens that the model may generate after this many input tokens."""
         if num_input_tokens > self.max_input_length:
             return 0
         if self.max_context_length is None:
@@ -43,13 +43,13 @@ class LengthBudget:
 
 @dataclass(frozen=True)
 class EngineSession:
-    """Requests of one trajectory to an engine, and their errors.
+    """Requests of one trajectory to an engine, including error handling.
 
     Args:
-        engine: an engine, or a client over many.
+        engine: an engine, or a client over several.
         sampling_params: without `max_tokens` and `seed`, which are set for each turn.
-        session_id: same for all turns, so that they may go to one engine.
-        seed_of_turn: turn -> seed.
+        session_id: equal for all turns, so that they may be routed to the same engine.
+        seed_of_turn: function from turn to seed.
         timeout_seconds: deadline of one request.
     """
 
@@ -62,14 +62,14 @@ class EngineSession:
     """Number of tokens of every completion so far."""
 
     def request(self, input_ids: list[int], turn: int, max_tokens: int) -> GenerationRequest:
-        """Return the request of a turn: continue `input_ids` by at most `max_tokens` tokens."""
+        """Build the request of a turn: continue `input_ids` by at most `max_tokens` tokens."""
         params = self.sampling_params | {"max_tokens": max_tokens, "seed": self.seed_of_turn(turn)}
         return GenerationRequest(prompt_token_ids=input_ids, sampling_params=params, session_id=self.session_id)
 
     @contextlib.asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:
-        """Limit a request to the engine, and raise its errors as RolloutError: kind `model` if the engine refuses the
-        request, `infrastructure` if it fails or does not answer in time. WorkerError passes: a dead engine ends the
+        """Limit the duration of a request and convert its errors to RolloutError: kind `model` if the engine refuses
+        the request, `infrastructure` if it fails or times out. WorkerError is passed through: a crashed engine ends the
         batch, not one trajectory."""
         timeout = asyncio.timeout(self.timeout_seconds)
         try:
@@ -79,7 +79,7 @@ class EngineSession:
             raise
         except ValueError as error:
             raise RolloutError("model", f"the engine refused the request: {error}") from error
-        except Exception as error:  # the far side may be a Ray actor, an HTTP server or a library: any error of theirs
+        except Exception as error:  # any error of a Ray actor, HTTP server or library
             if isinstance(error, TimeoutError) and timeout.expired():
                 what = f"did not answer within generator.request_timeout_seconds={self.timeout_seconds:g}"
                 what += await asyncio.to_thread(explain_expiry, f"an engine {what}")
@@ -88,7 +88,7 @@ class EngineSession:
             raise RolloutError("infrastructure", f"the engine {what}") from error
 
     def check(self, completion: Completion) -> None:
-        """Raise RolloutError if a completion was aborted or has no log-probs; count its tokens."""
+        """Count the tokens of a completion. Raise RolloutError if it was aborted or has no log-probs."""
         if completion.stop_reason == "abort":
             raise RolloutError("infrastructure", "the engine aborted the request")
         if completion.log_probs is None and self.sampling_params.get("logprobs") is not None:
@@ -108,7 +108,7 @@ async def run_agent_loop(
     """Generate a completion and step the environment, turn by turn; `dialogue` collects tokens and rewards.
 
     Returns:
-        The stop reason: that of the last completion, or `length` if the budget was used up.
+        The stop reason of the last completion, or `length` if the budget was used up.
 
     Raises:
         RolloutError: the environment, its reward, the model or the engine failed.

@@ -1,4 +1,4 @@
-"""Interface of generators: prompts in, trajectories out, in the same order. Knows no engine and no environment."""
+"""Interface of generators: prompts in, trajectories out, in the same order. Independent of engines and environments."""
 
 import asyncio
 import itertools
@@ -30,7 +30,7 @@ TrainingPhase = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class BatchMetadata:
-    """Purpose of a batch, the seed it is sampled by and the weights it is meant for."""
+    """Purpose of a batch, its sampling seed, and the weight version that samples it."""
 
     global_step: int | None
     """Training step that asks; None outside of training."""
@@ -46,12 +46,12 @@ class BatchMetadata:
 
     @property
     def seed(self) -> int | None:
-        """The number that seeds this batch."""
+        """Number that seeds this batch."""
         return self.global_step if self.sampling_seed is None else self.sampling_seed
 
 
 class GeneratorInput(TypedDict):
-    """B conversations; a prompt sampled n times stands n times in a row."""
+    """B conversations; a prompt sampled n times occurs at n consecutive positions."""
 
     prompts: list[ConversationType]
     env_classes: list[str]
@@ -65,10 +65,10 @@ class GeneratorInput(TypedDict):
 
 
 class GeneratorInterface(ABC):
-    """Interface of generators: prompts to trajectories. A failed rollout is data: it never ends the batch.
+    """Interface of generators: prompts to trajectories. A failed rollout is returned as data and never ends the batch.
 
-    A generator of one's own implements `generate`. One that also implements `generate_groups` spares the way over
-    columns. The trainer asks by `request_rollouts`.
+    Custom generators implement `generate`, and optionally `generate_groups`, which avoids the conversion from columns.
+    The trainer calls them through `request_rollouts`.
     """
 
     @abstractmethod
@@ -79,14 +79,14 @@ class GeneratorInterface(ABC):
         """Return one trajectory for each prompt, in the order of the prompts, in groups of one prompt each.
 
         Raises:
-            RuntimeError, ValueError: the columns that `generate` returned do not fit together, or not the input.
+            RuntimeError, ValueError: the columns returned by `generate` are inconsistent or do not match the input.
         """
         return to_rollout_batch(await self.generate(input_batch), trajectory_ids_of(input_batch))
 
 
 def request_rollouts(generator: GeneratorInterface, input_batch: GeneratorInput) -> Awaitable[RolloutBatch]:
-    """Ask a generator for trajectory groups, by whichever of `generate` and `generate_groups` the class nearest to it
-    defines: a subclass that overrides one of them is never passed by."""
+    """Request trajectory groups from a generator by `generate` or `generate_groups`, whichever is defined by the most
+    derived class, so that an override of either is always used."""
     for cls in type(generator).__mro__:
         if "generate_groups" in vars(cls):
             return generator.generate_groups(input_batch)
@@ -96,7 +96,7 @@ def request_rollouts(generator: GeneratorInterface, input_batch: GeneratorInput)
 
 
 def trajectory_ids_of(input_batch: GeneratorInput) -> list[TrajectoryID]:
-    """Return the sample asked for in each place of an input; where it names none, each place is a prompt of its own."""
+    """Return the requested sample at each position of an input; without ids, each position is a separate prompt."""
     return input_batch.get("trajectory_ids") or [TrajectoryID(str(i), 0) for i in range(len(input_batch["prompts"]))]
 
 
@@ -106,7 +106,7 @@ def report_groups(
     """Call `report` with the trajectories of each prompt as soon as all of its tasks have succeeded.
 
     Args:
-        tasks: of each place of the input.
+        tasks: the task of each position of the input.
     """
 
     def watch(own: list[asyncio.Task[Trajectory]]) -> None:

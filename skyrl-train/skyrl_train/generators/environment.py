@@ -1,7 +1,7 @@
-"""Sessions of environments: awaitable methods with deadlines and named errors. Knows no tokens.
+"""Environment sessions: awaitable methods with deadlines and named errors. Independent of tokens.
 
-Environments may block (tools, databases, sandboxes), so their methods run in threads. The threads are daemons: one that
-never returns costs its trajectory a deadline, and does not keep the process from ending.
+Environments may block (tools, databases, sandboxes), so their methods run in daemon threads: a call that never returns
+fails only its own trajectory, after a deadline, and does not prevent the process from exiting.
 """
 
 import asyncio
@@ -55,11 +55,12 @@ class DeadlineExceeded(Exception):
 
 
 class DaemonThreads:
-    """Runner of blocking calls beside the event loop.
+    """Runner of blocking calls concurrently with the event loop.
 
     Args:
-        max_workers: calls at the same time; 0 runs them on the event loop itself, without a deadline (for debugging).
-        timeout_seconds: deadline of one call, from when it starts.
+        max_workers: maximum number of concurrent calls; 0 runs them on the event loop without a deadline (for
+            debugging).
+        timeout_seconds: deadline of one call, measured from its start.
     """
 
     def __init__(self, max_workers: int, timeout_seconds: float) -> None:
@@ -75,10 +76,10 @@ class DaemonThreads:
         """Return the result of `function(*args)`; a coroutine function is awaited directly.
 
         Args:
-            discard: what to do with a result that arrives after the caller has gone.
+            discard: called with a result that arrives after the call was abandoned.
 
         Raises:
-            DeadlineExceeded: the call took longer than the deadline. Its slot is free again.
+            DeadlineExceeded: the call exceeded the deadline. Its slot is released.
         """
         if inspect.iscoroutinefunction(function):
             return await self._before_deadline(function(*args))
@@ -87,7 +88,7 @@ class DaemonThreads:
         else:
             async with self._slot():
                 result = await self._before_deadline(_in_daemon_thread(partial(function, *args), discard))
-        # A plain method may still hand back a coroutine (a decorator, a functools.partial).
+        # A plain method may still return a coroutine (a decorator, a functools.partial).
         if inspect.isawaitable(result):
             return await self._before_deadline(result)
         return result  # pyright: ignore[reportReturnType]
@@ -105,8 +106,8 @@ class DaemonThreads:
             slots.release()
 
     def _note_wait(self, seconds: float, computed: float) -> None:
-        """Warn once when calls have waited for threads for long although the process hardly computed: rollouts then
-        wait, and engines with them. More threads do not help environments that compute."""
+        """Warn once if calls have waited long for threads although the process was mostly idle, since rollouts and
+        engines then wait as well. More threads do not help environments that compute."""
         if computed < seconds / 2:
             self._waited_seconds += seconds
         if self._waited_seconds > LONG_WAIT_SECONDS and not self._has_warned:
@@ -130,7 +131,7 @@ class DaemonThreads:
 
 
 def _in_daemon_thread(function: Callable[[], T], discard: Callable[[T], None] | None) -> "asyncio.Future[T]":
-    """Start `function` in an idle daemon thread, or in a new one. Cancelling the future abandons the call."""
+    """Run `function` in an idle or new daemon thread. Cancelling the future abandons the call."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
 
@@ -157,7 +158,7 @@ def _in_daemon_thread(function: Callable[[], T], discard: Callable[[T], None] | 
             error = raised
         try:
             loop.call_soon_threadsafe(deliver, result, error)
-        except RuntimeError:  # the event loop is closed: nobody waits for the result any more
+        except RuntimeError:  # the event loop is closed: the result is not awaited
             logger.debug("a call in a thread ended after its event loop had closed")
 
     context = contextvars.copy_context()
@@ -171,8 +172,8 @@ def _in_daemon_thread(function: Callable[[], T], discard: Callable[[T], None] | 
 
 
 def _serve(works: "queue.SimpleQueue[Callable[[], None]]") -> None:
-    """Run what comes through the queue, which is in `_idle` while there is nothing. Keeps no work that is done: its
-    environment may hold much memory."""
+    """Run the calls received through the queue, which is in `_idle` while empty. Keeps no reference to completed calls,
+    since an environment may use much memory."""
     while True:
         works.get()()
         _idle.append(works)
@@ -180,7 +181,7 @@ def _serve(works: "queue.SimpleQueue[Callable[[], None]]") -> None:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Checked result of one step of an environment."""
+    """Validated result of one environment step."""
 
     reward: float
     done: bool
@@ -191,13 +192,13 @@ class StepResult:
 
 
 class EnvironmentSession:
-    """Environment of one trajectory. Every fault is a `RolloutError` that names the environment and the method.
+    """Environment of one trajectory. Every error is a `RolloutError` that names the environment and the method.
 
     Args:
-        env_class: id in the registry of skyrl_gym.
-        env_config: its section of `environment.skyrl_gym`.
-        extras: the dataset row's other columns. The environment gets a copy of its own.
-        seed: of the episode, for an environment whose `init` takes one.
+        env_class: id in skyrl_gym's registry.
+        env_config: the environment's section of `environment.skyrl_gym`.
+        extras: the dataset row's other columns; copied for the environment.
+        seed: episode seed, for environments whose `init` accepts one.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class EnvironmentSession:
         self._truncated: bool | None = None
 
     async def init(self, prompt: ConversationType) -> ConversationType:
-        """Make the environment and start its episode; return the chat history to start from."""
+        """Create the environment and start its episode; return the initial chat history."""
         self._env = await self._call("make", self._make, discard=lambda env: env.close())
         arguments = (prompt, self.seed) if has_seed_argument(self._env) else (prompt,)
         answer = await self._call("init", self._env.init, *arguments)
@@ -255,7 +256,7 @@ class EnvironmentSession:
         )
 
     async def metrics(self) -> dict[str, Any]:
-        """Return the episode's metrics; `truncated` is among them if the environment reports it."""
+        """Return the episode's metrics, including `truncated` if the environment reports it."""
         known = {} if self._truncated is None else {"truncated": self._truncated}
         if not hasattr(self._env, "get_metrics"):
             return known
@@ -266,7 +267,7 @@ class EnvironmentSession:
         return known | dict(metrics)
 
     async def close(self) -> None:
-        """Close the environment, if it was made."""
+        """Close the environment if it was created."""
         if self._env is not None:
             await self._call("close", self._env.close)
 
@@ -285,7 +286,7 @@ class EnvironmentSession:
             raise self._fault("environment", method, late + why) from error
         except InfraError as error:
             raise self._fault("infrastructure", method, f"needs what does not work: {error}") from error
-        except Exception as error:  # environments are users' code: whatever they raise ends this trajectory only
+        except Exception as error:  # environments are user code: their errors end only this trajectory
             what = f"raised {type(error).__name__}: {error}{last_place(error)}"
             raise self._fault("environment", method, what) from error
 

@@ -1,4 +1,4 @@
-"""Dataset rows to the input of a generator."""
+"""Conversion of dataset rows to the input of a generator."""
 
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, TrainingPhase, TrajectoryID
 from skyrl_train.inference_engines.base import SamplingKeywords
@@ -16,15 +16,15 @@ def prepare_generator_input(
     sampling_seed: int | None = None,
     weight_version: int | None = None,
 ) -> tuple[GeneratorInput, list[str]]:
-    """Make the input of a generator from dataset rows (`prompt`, `env_class`, `env_extras`, `uid`).
+    """Build the input of a generator from dataset rows (`prompt`, `env_class`, `env_extras`, `uid`).
 
-    Every prompt stands `n_samples_per_prompt` times in a row.
+    Every prompt is repeated `n_samples_per_prompt` times consecutively.
 
     Args:
         global_step, sampling_seed, weight_version: see `BatchMetadata`.
 
     Returns:
-        The input, and the uid of the prompt behind each of its entries.
+        The input, and the prompt uid of each of its entries.
     """
     samples = [(row, repetition) for row in prompts for repetition in range(n_samples_per_prompt)]
     uids = [row["uid"] for row, _ in samples]

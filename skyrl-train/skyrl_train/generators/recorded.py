@@ -1,7 +1,9 @@
-"""Recorded traffic of an agent as trajectories: turns become samples, and those that only append are joined.
+"""Conversion of an agent's recorded requests to trajectories: turns become samples, and turns that only append are
+merged.
 
-A conversation that only grows is one row. Where a harness rewrites its history, drops thoughts, or works on several
-conversations, rows begin alike and part: a tree (`rollouts/certificate.py`), each drawn token in the loss of one row.
+A conversation that only grows is one row. If a harness rewrites its history, drops thoughts, or uses several
+conversations, rows with common beginnings form a tree (`rollouts/certificate.py`), in which each sampled token is in
+the loss of exactly one row.
 """
 
 from collections import Counter
@@ -27,8 +29,8 @@ _PLACEHOLDER = 0
 
 
 def recorded_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute `recorded/turns` (answers that are in a row), `recorded/trajectories_without_turns` and the metrics of
-    the certificates."""
+    """Compute `recorded/turns` (completions included in a row), `recorded/trajectories_without_turns` and the
+    certificate metrics."""
     certificates = [each.certificate for each in trajectories if each.certificate is not None]
     return {
         "recorded/turns": float(sum(len(each.turn_lengths) for each in trajectories)),
@@ -43,15 +45,15 @@ def recorded_trajectory(
     temperature: float | None = None,
     failure: Failure | None = None,
 ) -> Trajectory:
-    """Return a session as a step-wise trajectory with its certificate.
+    """Convert a session to a step-wise trajectory with its certificate.
 
-    Consecutive turns of which each begins with the whole of the one before are one sample, with loss mask 0 on what
-    came between; where none does, a new sample begins. The reward stands on the last token of an answer.
+    Consecutive turns that each start with the whole previous turn form one sample, with loss mask 0 on the tokens in
+    between; otherwise a new sample starts. The reward is on the last token of a completion.
 
     Args:
-        temperature: that of the trainer's log-probs. Turns drawn at another one do not train: their log-probs are those
-            of another distribution. None: all train.
-        failure: makes it a failed trajectory, which trains nothing.
+        temperature: temperature of the trainer's log-probs. Turns sampled at another temperature are masked, since
+            their log-probs belong to another distribution. None: all turns train.
+        failure: failure of the trajectory, which masks all its tokens.
     """
     turns = order_in_chains(remove_repeats(record.turns))
     if not turns:
@@ -62,7 +64,7 @@ def recorded_trajectory(
     trajectory = Trajectory(
         trajectory_id,
         samples,
-        max(turns, key=lambda turn: turn.finished).stop_reason,  # the last row may be a sub-agent's, of long before
+        max(turns, key=lambda turn: turn.finished).stop_reason,  # the last row may belong to an earlier sub-agent
         is_step_wise=True,
         turn_lengths=[len(turn.response_ids) for turn in turns],
     )
@@ -102,12 +104,12 @@ def _trains(turn: RecordedTurn, temperature: float | None) -> bool:
 
 
 def _reasons(turns: Sequence[RecordedTurn]) -> Counter[str]:
-    """Count why rows after the first began.
+    """Count the reasons why rows after the first started.
 
-    fork          another conversation goes on from the same answer
-    rendered      an answer of the model is in the prompt, but not as it was drawn: something before it was changed, or
-                  the chat template shows it otherwise
-    edited        the prompt has assistant messages that the model did not write
+    fork          another conversation continues from the same completion
+    rendered      a completion is in the prompt, but with other tokens: earlier text was changed, or the chat template
+                  renders it differently
+    edited        the prompt has assistant messages that the model did not generate
     new_context   the prompt has none: a sub-agent, a history that was replaced by a summary
     """
     reasons: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Rewards of turns as rewards of tokens, and overlong filtering of columns. Pure functions of lists."""
+"""Conversion of turn rewards to token rewards, and overlong filtering of columns. Pure functions of lists."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TurnReward:
-    """Reward of one turn, and the index in the response of the turn's last token."""
+    """Reward of one turn, and the response index of the turn's last token."""
 
     token_index: int
     reward: float
 
 
 def token_rewards(num_tokens: int, turn_rewards: Sequence[TurnReward]) -> list[float]:
-    """Return one reward a token: 0 everywhere but at the turns' last tokens. A turn without tokens adds its reward to
-    the token before.
+    """Return one reward per token: 0 except at the turns' last tokens. The reward of a turn without tokens is added to
+    the previous token.
 
     `num_tokens` is at least 1.
     """
@@ -25,10 +25,10 @@ def token_rewards(num_tokens: int, turn_rewards: Sequence[TurnReward]) -> list[f
 
 
 def apply_overlong_filtering(loss_masks: list[list[int]], stop_reasons: list[str]) -> list[list[int]]:
-    """Take trajectories that ran out of length out of the loss (DAPO's overlong filtering, https://arxiv.org/abs/2503.14476).
+    """Mask trajectories that were truncated by length (DAPO's overlong filtering, https://arxiv.org/abs/2503.14476).
 
-    Judged by the stop reason: one that was ended by its environment without an end-of-sequence token stays, one that
-    was cut off just behind such a token does not. The lists given are left as they are.
+    The stop reason decides: a trajectory ended by its environment without an end-of-sequence token is kept, a
+    trajectory truncated directly after such a token is masked. The input lists are not modified.
     """
     return [
         [0] * len(loss_mask) if stop_reason == "length" else loss_mask

@@ -1,4 +1,4 @@
-"""Sampling: the settings in the engines' keywords, and the seed of each request."""
+"""Conversion of sampling settings to engine keywords, and the seed of each request."""
 
 import hashlib
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def get_sampling_params(sampling_params_cfg: "SamplingParams") -> SamplingKeywords:
-    """`generator.sampling_params` or `generator.eval_sampling_params` in the engines' keywords."""
+    """Convert `generator.sampling_params` or `generator.eval_sampling_params` to the engines' keywords."""
     params: SamplingKeywords = {
         "max_tokens": sampling_params_cfg.max_generate_length,
         "temperature": sampling_params_cfg.temperature,
@@ -27,13 +27,13 @@ def get_sampling_params(sampling_params_cfg: "SamplingParams") -> SamplingKeywor
 
 
 def request_seed(seed: int, metadata: BatchMetadata | None, trajectory_id: TrajectoryID, turn: int) -> int:
-    """Return a 63-bit seed of one engine call: another for every batch (`BatchMetadata.seed`), sample and turn, the
-    same in every process and after a resume."""
+    """Return a 63-bit seed of one engine call: distinct for every batch (`BatchMetadata.seed`), sample and turn, equal
+    in every process and after a resume."""
     return _hashed(seed, metadata, trajectory_id.instance_id, trajectory_id.repetition_id, turn)
 
 
 def episode_seed(seed: int, metadata: BatchMetadata | None, trajectory_id: TrajectoryID) -> int:
-    """Return the seed of an environment's episode: the same for all samples of one prompt, whose rewards are
+    """Return the seed of an environment's episode: equal for all samples of a prompt, since their rewards are
     compared."""
     return _hashed(seed, metadata, trajectory_id.instance_id, "episode")
 

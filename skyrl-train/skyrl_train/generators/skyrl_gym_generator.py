@@ -1,5 +1,5 @@
-"""Generator of many trajectories at a time, in environments of skyrl_gym: retries attempts that the infrastructure
-failed, records other failures, and returns trajectory groups."""
+"""Generator of concurrent trajectories in skyrl_gym environments: retries attempts after infrastructure failures,
+records other failures, and returns trajectory groups."""
 
 import asyncio
 import contextlib
@@ -61,7 +61,7 @@ RETRY_DELAY_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One trajectory to be made."""
+    """One trajectory to generate."""
 
     prompt: ConversationType
     env_class: str
@@ -72,22 +72,22 @@ class RolloutRequest:
 
     @property
     def session_id(self) -> str:
-        """Session of its requests to engines."""
+        """Session id of its requests to engines."""
         return self.trajectory_id.to_string()
 
 
 class SkyRLGymGenerator(GeneratorInterface):
-    """Agent loop of all prompts of a batch, run concurrently.
+    """Generator that runs the agent loop for all prompts of a batch concurrently.
 
     Args:
         generator_cfg: `generator`.
         skyrl_gym_cfg: `environment.skyrl_gym`.
-        inference_engine_client: an engine, or a client over many.
-        tokenizer: the model's.
-        model_name: for people who read the log.
+        inference_engine_client: an engine, or a client over several.
+        tokenizer: tokenizer of the model.
+        model_name: name of the model for log messages.
 
     Raises:
-        ConfigError: settings that do not go together, or a chat template that does not fit.
+        ConfigError: inconsistent settings, or an unsupported chat template.
     """
 
     def __init__(
@@ -120,22 +120,22 @@ class SkyRLGymGenerator(GeneratorInterface):
             )
 
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
-        """Return the groups of `generate_groups` as columns; with `step_wise_trajectories` a turn is a row.
+        """Return the groups of `generate_groups` as columns; with `step_wise_trajectories`, one row per turn.
 
         Args:
-            disable_tqdm: of other releases of SkyRL; the run shows the progress (`trainer.show_progress`).
+            disable_tqdm: ignored, for compatibility with other SkyRL releases; see `trainer.show_progress`.
         """
         return to_generator_output(await self.generate_groups(input_batch, disable_tqdm))
 
     async def generate_groups(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> RolloutBatch:
-        """Return one trajectory for each prompt, in the order of the prompts; with `step_wise_trajectories` its turns
-        are samples of their own. A trajectory that fails is in the batch with what failed; it ends neither the batch
-        nor the others.
+        """Return one trajectory per prompt, in the order of the prompts; with `step_wise_trajectories`, its turns are
+        separate samples. A failed trajectory is included with its failure and does not affect the batch or other
+        trajectories.
 
         Raises:
-            ConfigError: an environment id that is not registered, or log-probs asked for where the conversation is
-                tokenized anew each turn (but for step-wise trajectories). Both are seen before anything is generated.
-            WorkerError: an engine's process died.
+            ConfigError: an environment id is not registered, or log-probs are requested although the conversation is
+                retokenized at each turn (except for step-wise trajectories). Both are checked before generation.
+            WorkerError: an engine's process crashed.
         """
         requests = self._requests(input_batch)
         sessions = [(request.trajectory_id, request.session_id) for request in requests]
@@ -149,7 +149,7 @@ class SkyRLGymGenerator(GeneratorInterface):
     # -- one trajectory
 
     async def _trajectory(self, request: RolloutRequest) -> Trajectory:
-        """Return a trajectory, begun again from its prompt with a fresh environment when the infrastructure failed."""
+        """Generate a trajectory, restarted from its prompt with a new environment after an infrastructure failure."""
         num_retries, began = 0, time.time()
         while True:
             env, dialogue, session = (
@@ -230,8 +230,8 @@ class SkyRLGymGenerator(GeneratorInterface):
         return RetokenizedDialogue(self.chat) if self.retokenizes else conversation()
 
     def _bounded(self, request: RolloutRequest, sample: TrainingSample) -> TrainingSample:
-        """Cut a prompt that is over the limit (nothing of it trains), so that it does not make the whole batch wide;
-        take the dataset's prompt where the environment never started; leave out log-probs that nobody asked for."""
+        """Truncate a prompt over the limit (the trajectory does not train), so that it does not widen the whole batch;
+        use the dataset's prompt if the environment never started; drop log-probs that were not requested."""
         prompt_ids = sample.prompt_ids
         if not prompt_ids:
             try:
@@ -244,7 +244,7 @@ class SkyRLGymGenerator(GeneratorInterface):
             sample,
             prompt_ids=prompt_ids[: self.generator_cfg.max_input_length],
             log_probs=sample.log_probs if has_log_probs else None,
-            routes=sample.routes if is_whole else None,  # they belong to places in the whole
+            routes=sample.routes if is_whole else None,  # they belong to positions in the whole sample
         )
 
     # -- a batch
@@ -266,12 +266,12 @@ class SkyRLGymGenerator(GeneratorInterface):
         ]
 
     def _batch(self, trajectories: list[Trajectory]) -> RolloutBatch:
-        """Return trajectories in groups. Their metrics are computed before settings take rewards or tokens away."""
+        """Build the batch of trajectory groups. Metrics are computed before settings remove rewards or tokens."""
         self._log_failures(trajectories)
         return replace(self._finished(trajectories), metrics=rollout_metrics(trajectories))
 
     def _finished(self, trajectories: list[Trajectory]) -> RolloutBatch:
-        """Return trajectories in groups, without the rewards, tokens and rows that settings take away."""
+        """Build groups of trajectories without the rewards, tokens and rows that settings remove."""
         cfg = self.generator_cfg
         batch = RolloutBatch(grouped(trajectories), {})
         if cfg.zero_reward_on_non_stop:
@@ -293,7 +293,7 @@ class SkyRLGymGenerator(GeneratorInterface):
                 len(failures), len(trajectories), self.model_name, counts, failures[0].message,
             )  # fmt: skip
 
-    # -- what is checked before anything is generated
+    # -- checks before generation
 
     def _check_env_classes(self, env_classes: list[str]) -> None:
         for env_class in sorted(set(env_classes)):
@@ -330,14 +330,14 @@ class SkyRLGymGenerator(GeneratorInterface):
 
 @contextlib.asynccontextmanager
 async def _recorded_failures(env: EnvironmentSession) -> AsyncIterator[list[Failure]]:
-    """Append errors of the block to the list instead of raising them, and close the environment in any case. A dead
-    engine (WorkerError) is raised: it ends the batch."""
+    """Append errors of the block to the list instead of raising them, and always close the environment. The error of a
+    crashed engine (WorkerError) is raised, since it ends the batch."""
     failures: list[Failure] = []
     try:
         yield failures
     except WorkerError:
         raise
-    except Exception as error:  # whatever it is, it ends this trajectory and no other: it becomes its failure
+    except Exception as error:  # any error becomes the failure of this trajectory only
         failures.append(_failure_of(error))
     finally:
         try:
@@ -351,6 +351,6 @@ def _failure_of(error: Exception) -> Failure:
         log_traceback(error)
     if isinstance(error, RolloutError):
         return Failure(error.kind, str(error))
-    if isinstance(error, ChatTemplateError):  # the messages are the environment's
+    if isinstance(error, ChatTemplateError):  # the environment wrote the messages
         return Failure("environment", str(error))
     return Failure("infrastructure", f"{type(error).__name__}: {error}{last_place(error)}")

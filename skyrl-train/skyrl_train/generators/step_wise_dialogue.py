@@ -1,4 +1,4 @@
-"""Step-wise dialogue: every turn of a conversation is a training sample. Knows no engine."""
+"""Step-wise dialogue: every turn of a conversation is a training sample. Independent of engines."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,15 +12,15 @@ from skyrl_train.types import ConversationType
 
 
 class StepWiseDialogue(Dialogue):
-    """Conversation with one sample a turn: its prompt is the input of that turn, its response the completion (and the
-    token that closes it, where the model did not). So ids and log-probs are the engine's own whatever becomes
-    of the history afterwards: a chat template may drop earlier thoughts, an environment may take messages back.
+    """Conversation with one sample per turn: its prompt is the input of that turn, its response the completion (and the
+    closing token, if the model did not generate it). Ids and log-probs therefore are the engine's, however the history
+    changes afterwards: a chat template may drop earlier thoughts, an environment may remove messages.
 
     Args:
-        new_turn: makes the dialogue of one turn.
-        renders_anew: every prompt is rendered from the messages, as a template demands that rewrites earlier turns.
-            Otherwise tokens are only ever appended, unless the environment took messages out of the list that its
-            `init` returned: then the next prompt is rendered from what is left.
+        new_turn: creates the dialogue of one turn.
+        renders_anew: render every prompt from the messages, as required by templates that rewrite earlier turns.
+            Otherwise tokens are only appended, unless the environment removed messages from the list that its `init`
+            returned: then the next prompt is rendered from the remaining messages.
     """
 
     def __init__(self, chat: ChatFormat, new_turn: Callable[[], ConversationDialogue], renders_anew: bool) -> None:
@@ -33,7 +33,7 @@ class StepWiseDialogue(Dialogue):
         self._current = new_turn()
 
     def open(self, history: ConversationType) -> None:
-        self._messages = history  # no copy: an environment may go on to change what it returned
+        self._messages = history  # not copied: an environment may modify the list that it returned
         self._num_messages = len(history)
         self._current.open(history)
 
@@ -64,7 +64,7 @@ class StepWiseDialogue(Dialogue):
         return [sample for turn in self._turns() for sample in turn.to_failed_samples()]
 
     def _turns(self) -> list[ConversationDialogue]:
-        """Return the turns with a completion; if there is none, the first turn."""
+        """Return the turns with a completion, or the first turn if no turn has one."""
         return self._completed or [self._current]
 
     def _prompt_ids(self) -> list[int]:

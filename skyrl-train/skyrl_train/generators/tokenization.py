@@ -1,7 +1,7 @@
-"""Tokenization of chat messages, and masks of the tokens that a model generated. Knows no engine and no environment.
+"""Tokenization of chat messages, and masks of generated tokens. Independent of engines and environments.
 
-What a model wrote is never tokenized again. What stands between two of its answers is found by rendering a small fixed
-conversation whose last message carries a mark, and taking what the template puts after that mark.
+Generated text is never retokenized. The text between two completions is found by rendering a small fixed conversation
+whose last message has a marker, and taking the template's output after that marker.
 """
 
 import re
@@ -24,10 +24,11 @@ _MARKED_ANSWER: MessageType = {"role": "assistant", "content": _MARK}
 
 
 class ChatFormat(ChatTemplate):
-    """Chat template that can be continued after an answer without encoding the answer again.
+    """Chat template that can be continued after a completion without re-encoding it.
 
     Raises:
-        ConfigError: there is no template, no end-of-sequence token, or the template leaves assistant messages out.
+        ConfigError: the tokenizer has no template or no end-of-sequence token, or the template omits assistant
+            messages.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -56,11 +57,11 @@ class ChatFormat(ChatTemplate):
 
     @cached_property
     def closing_ids(self) -> list[int]:
-        """Tokens that close an answer which did not end by itself."""
+        """Tokens that close a truncated completion."""
         return self.encode(self.turn_ends.closing or str(self.tokenizer.eos_token))
 
     def ids_and_written_mask(self, messages: ConversationType) -> tuple[list[int], list[int]]:
-        """The conversation's ids, and 1 where the template's `generation` blocks say that a model writes."""
+        """Return the conversation's ids, and a mask that is 1 inside the template's `generation` blocks."""
         rendered = self.tokenizer.apply_chat_template(
             messages,
             tokenize=True,
@@ -72,12 +73,12 @@ class ChatFormat(ChatTemplate):
         return rendered["input_ids"], rendered["assistant_masks"]  # pyright: ignore
 
     def marks_answers(self) -> bool:
-        """The template has `generation` blocks."""
+        """Whether the template has `generation` blocks."""
         template = self.chat_template or self.tokenizer.chat_template
         return re.search(r"\{%-?\s*generation\s*-?%\}", str(template)) is not None
 
     def ids(self, messages: ConversationType, add_generation_prompt: bool = False) -> list[int]:
-        """The conversation's token ids; with the generation prompt, what a model continues."""
+        """Return the conversation's token ids; with the generation prompt, the input of the next completion."""
         return self.encode(self.text(messages, add_generation_prompt))
 
     def continuation_ids(
@@ -86,9 +87,9 @@ class ChatFormat(ChatTemplate):
         """Return the template's tokens between a completion and the next one.
 
         Args:
-            observations: the messages that follow the answer; there may be none.
-            answer_is_closed: the answer already has the end of its turn, so it is not written again.
-            last_id: last token of the answer.
+            observations: the messages after the completion; may be empty.
+            answer_is_closed: the completion already has its end-of-turn token, so it is not added.
+            last_id: last token of the completion.
         """
         text = self.text([_QUESTION, _MARKED_ANSWER, *observations], add_generation_prompt=True)
         cut = text.index(_MARK) + len(_MARK)
@@ -97,14 +98,14 @@ class ChatFormat(ChatTemplate):
         return self.encode_after(text[:cut], text[cut:])
 
     def subset_ids(self, messages: ConversationType, *, after: str | None = None) -> list[int]:
-        """Return the tokens that `messages` add to a conversation before them.
+        """Return the tokens that `messages` add to the preceding conversation.
 
         Args:
-            after: role of the message before them; some templates write no header for an answer to a tool. None: user
-                before an answer, assistant before others.
+            after: role of the preceding message; some templates write no header for a response to a tool. None: user
+                before an assistant message, assistant before others.
 
         Raises:
-            ValueError: no messages, or a template that rewrites the end of what stood before.
+            ValueError: no messages, or the template rewrites the end of the preceding text.
         """
         if not messages:
             raise ValueError("messages list cannot be empty")
@@ -124,7 +125,7 @@ class ChatFormat(ChatTemplate):
 
     @cached_property
     def generation_prompt(self) -> str:
-        """The header after which a model writes. Empty for templates without one."""
+        """Header after which the model generates. Empty for templates without one."""
         before, text = self.text([_QUESTION]), self.text([_QUESTION], add_generation_prompt=True)
         return text[len(before) :] if text.startswith(before) else ""
 
@@ -134,14 +135,16 @@ class ChatFormat(ChatTemplate):
 
 
 def get_generation_prompt_ids(tokenizer: "PreTrainedTokenizerBase", chat_template: str | None = None) -> list[int]:
-    """The ids of the header after which a model writes, such as `<|im_start|>assistant` and a line break."""
+    """Return the ids of the header after which the model generates, such as `<|im_start|>assistant` and a line
+    break."""
     return ChatFormat(tokenizer, chat_template).generation_prompt_ids
 
 
 def encode_messages_subset(
     messages: ConversationType, tokenizer: "PreTrainedTokenizerBase", chat_template: str | None = None
 ) -> list[int]:
-    """The ids that `messages` add to a conversation, whatever stood before them. See `ChatFormat.subset_ids`."""
+    """Return the ids that `messages` add to a conversation, independent of the preceding text. See
+    `ChatFormat.subset_ids`."""
     return ChatFormat(tokenizer, chat_template).subset_ids(messages)
 
 
@@ -151,19 +154,19 @@ def get_response_ids_and_loss_mask_from_messages(
     assistant_logprobs: list[list[float]] | None = None,
     chat_template: str | None = None,
 ) -> tuple[list[int], list[int], list[float] | None]:
-    """Tokens, loss mask and log-probs of the messages after a prompt, for generators that only have text.
+    """Return tokens, loss mask and log-probs of the messages after a prompt, for generators that only have text.
 
     The loss mask is 1 from after an assistant message's header up to and including its end-of-sequence token, else 0.
 
     Args:
         messages: user, tool and assistant messages.
-        assistant_logprobs: for each assistant message one log-prob for each of its tokens with mask 1.
+        assistant_logprobs: for each assistant message, one log-prob per token with mask 1.
 
     Returns:
-        ids, loss mask and log-probs (0.0 where the mask is 0; None if none are given), all of one length.
+        ids, loss mask and log-probs (0.0 where the mask is 0; None if not given), all of equal length.
 
     Raises:
-        ValueError: no messages, a role that is none of user, tool, assistant, or log-probs that do not fit.
+        ValueError: no messages, a role other than user, tool and assistant, or log-probs of another length.
     """
     if not messages:
         raise ValueError("messages list cannot be empty")
@@ -194,7 +197,7 @@ def get_response_ids_and_loss_mask_from_messages(
 def _written_part(chat: ChatFormat, message_ids: list[int]) -> tuple[int, int]:
     """Return start and end of the generated tokens in an encoded assistant message."""
     start = 0
-    # A template's last header token may have merged with the first of the content: then the model wrote that token.
+    # If the last header token merged with the first content token, the model generated that token.
     for header_id, message_id in zip(chat.generation_prompt_ids, message_ids, strict=False):
         if header_id != message_id:
             break

@@ -1,4 +1,4 @@
-"""A door to what lives beside it, under the name that users' code imports."""
+"""Public import location of functions defined in this folder."""
 
 from skyrl_train.generators.inputs import prepare_generator_input
 from skyrl_train.generators.rewards import apply_overlong_filtering

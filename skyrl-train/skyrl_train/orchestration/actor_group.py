@@ -1,5 +1,4 @@
-"""Group of the ranks of one model, as the trainer calls it. The worker classes compute; launchers decide where they
-run."""
+"""Group of the ranks of one model, used by the trainer. Worker classes compute; launchers start them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, TypeVarTuple
@@ -17,15 +16,15 @@ DataParallelArgs = Sequence[tuple[Any, ...]]
 
 
 class ActorGroup:
-    """Ranks 0..N-1 of one model. Those that share a data-parallel rank take the same rows; `ParallelInfo` says which
-    they are, and which of them hold the outputs.
+    """Ranks 0..N-1 of one model. Ranks of the same data-parallel rank process the same rows; `ParallelInfo` describes
+    the data-parallel rank of each, and whether it holds the outputs.
 
     Args:
-        name: "policy", "critic", "ref": in logs and errors.
-        ranks: the workers, started.
+        name: "policy", "critic" or "ref", for logs and errors.
+        ranks: the started workers.
         device: "cpu" or "cuda".
         timeout_seconds: the deadline of every call.
-        timeout_setting: setting that the deadline comes from, for the text of an error.
+        timeout_setting: setting of the deadline, for error messages.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class ActorGroup:
         return [first[rank] for rank in range(self.data_parallel_size)]
 
     def token_budget(self, tokens_a_worker: int | None) -> int | None:
-        """Return the token limit of a micro-batch, whose sequences the ranks of one replica share.
+        """Return the token limit of a micro-batch for one replica, whose ranks may split sequences.
 
         Args:
             tokens_a_worker: limit of one worker; None: no limit.
@@ -84,27 +83,28 @@ class ActorGroup:
         return None if tokens_a_worker is None else tokens_a_worker * self.parallel[0].ranks_per_replica
 
     def prefix_order(self, batch: TrainingInputBatch) -> PrefixOrder | None:
-        """Return the order of a batch's rows by their tokens; None where models compute each row for itself."""
+        """Return the prefix order of a batch's rows; None if the models do not share prefixes between rows."""
         if not all(info.shares_prefixes for info in self.parallel):
             return None
         columns = batch.tensor("sequences"), batch.tensor("attention_mask")
         return compute_prefix_order(*columns, batch.metadata["response_length"])
 
     async def call_all(self, method: Callable[[Any, *Args], R], *args: *Args) -> list[R]:
-        """Call a method on every rank. Returns: the answers in rank order."""
+        """Call a method on every rank. Returns the results in rank order."""
         answers = await self.ranks.call([[(method.__name__, args)]] * self.num_ranks, *self._deadline)
         return [answer for [answer] in answers]
 
     async def call_data_parallel(self, method: str, args: DataParallelArgs) -> list[Any]:
-        """Call a method with the arguments of each data-parallel rank. Returns: one answer for each of them."""
+        """Call a method with separate arguments for each data-parallel rank. Returns one result for each."""
         [answers] = await self.call_sequence([(method, args)])
         return answers
 
     async def call_sequence(self, calls: Sequence[tuple[str, DataParallelArgs]]) -> list[list[Any]]:
-        """Call several methods one after the other. The ranks receive them at once and do not wait for the driver.
+        """Call several methods in sequence. The ranks receive all calls at once and do not wait for the driver between
+        them.
 
         Returns:
-            for each call, the answers in data-parallel order.
+            for each call, the results in data-parallel order.
         """
         size = self.data_parallel_size
         for method, args in calls:
@@ -115,9 +115,9 @@ class ActorGroup:
         return [list(of_call) for of_call in zip(*(answers[rank] for rank in self.output_ranks), strict=True)]
 
     async def shutdown(self) -> None:
-        """End the workers, in order where they answer."""
+        """Stop the workers, gracefully if they respond."""
         await self.ranks.shutdown()
 
     def kill(self) -> None:
-        """End the workers at once."""
+        """Terminate the workers immediately."""
         self.ranks.kill()

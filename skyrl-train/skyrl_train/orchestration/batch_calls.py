@@ -1,5 +1,4 @@
-"""Calls of a worker group on a whole batch: every row once, in the micro-batches of a schedule, outputs in row
-order."""
+"""Calls of a worker group on a whole batch: each row once, in the micro-batches of a schedule, outputs in row order."""
 
 from dataclasses import dataclass
 
@@ -51,8 +50,8 @@ class UpdateResult:
 
 
 async def forward(group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch) -> torch.Tensor:
-    """Compute log-probs (or a critic's values) of the response tokens, [B, R], without gradients. The policy replays
-    `expert_routes`, policy and reference renormalize over `kept_ids`, if the batch has them."""
+    """Compute log-probs (or a critic's values) [B, R] of the response tokens without gradients. If the batch has them,
+    the policy replays `expert_routes`, and policy and reference renormalize over `kept_ids`."""
     args = _forward_args(group, schedule, batch)
     return schedule.gather(await group.call_data_parallel("forward", args), "output")
 
@@ -60,7 +59,7 @@ async def forward(group: ActorGroup, schedule: Schedule, batch: TrainingInputBat
 async def forward_recording_routes(
     group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the policy's log-probs [B, R] and the routes that gave them [B, T, L, k]."""
+    """Compute the policy's log-probs [B, R] and the selected experts [B, T, L, k]."""
     outputs = await group.call_data_parallel("forward_recording_routes", _forward_args(group, schedule, batch))
     return schedule.gather(outputs, "output"), schedule.gather(outputs, "expert_routes")
 
@@ -68,7 +67,7 @@ async def forward_recording_routes(
 async def forward_top(
     group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ids and log-probs [B, R, K] of a reference model's likeliest words at each response token."""
+    """Compute ids and log-probs [B, R, K] of a reference model's most likely tokens at each response position."""
     args = [(*own, num_top) for own in _forward_args(group, schedule, batch)]
     outputs = await group.call_data_parallel("forward_top", args)
     return schedule.gather(outputs, "teacher_ids"), schedule.gather(outputs, "teacher_log_probs")
@@ -91,13 +90,13 @@ def _forward_args(group: ActorGroup, schedule: Schedule, batch: TrainingInputBat
 async def train_on_batch(
     group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch, epochs: int, *, with_entropies: bool = False
 ) -> UpdateResult:
-    """Take one optimizer step for each mini-batch of the schedule, `epochs` times over.
+    """Take one optimizer step per mini-batch of the schedule, repeated for `epochs` epochs.
 
-    The ranks receive all steps at once and do not wait for the driver. Policy workers without `action_log_probs` in the
-    batch use those of their own forward, returned as `old_log_probs`.
+    The ranks receive all steps at once and do not wait for the driver. Without `action_log_probs` in the batch, policy
+    workers use the log-probs of their training forward, returned as `old_log_probs`.
 
     Args:
-        with_entropies: return the policy's entropies, too.
+        with_entropies: also return the policy's entropies.
     """
     own_log_probs = group.name == "policy" and batch.get("action_log_probs") is None
     inputs = batch.select([name for name in INPUTS[group.name] if batch.get(name) is not None], ["response_length"])

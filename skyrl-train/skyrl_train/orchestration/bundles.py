@@ -1,7 +1,7 @@
-"""Gang scheduling: all bundles of a group are reserved at once, and taken node by node. Knows Ray, no models.
+"""Gang scheduling: all bundles of a group are reserved together and ordered by node. Uses Ray; independent of models.
 
-Ray places the bundles of a placement group in any order over the nodes. Ranks whose neighbours matter (ranks of one
-sequence, of one copy of a sharded model) take them sorted by node.
+Ray places the bundles of a placement group on nodes in arbitrary order. Ranks that benefit from locality (sequence
+parallelism, one replica of a sharded model) use them sorted by node.
 """
 
 import uuid
@@ -24,15 +24,15 @@ from skyrl_train.utils.explanations import SCHEDULER, explain_expiry
 def reserve_bundles(
     count: int, device: str, *, num_devices: int = 1, purpose: str, timeout_seconds: float | None = None
 ) -> PlacementGroup:
-    """Reserve `count` bundles at once, each a CPU and on CUDA `num_devices` GPUs of one node, on as few nodes as can
-    be.
+    """Reserve `count` bundles together, each with a CPU and on CUDA `num_devices` GPUs of one node, on as few nodes as
+    possible.
 
     Args:
         device: "cpu" or "cuda".
-        purpose: the name of the group and the settings that its size comes from, for errors.
+        purpose: name of the group and the settings that determine its size, for errors.
 
     Raises:
-        WorkerError: the cluster could not give all of them in time; none is kept then.
+        WorkerError: the cluster could not provide all of them in time; none is kept.
     """
     timeout = scheduling_timeout_seconds() if timeout_seconds is None else timeout_seconds
     bundle = {"CPU": 1.0} if device == "cpu" else {"CPU": 1.0, "GPU": float(num_devices)}
@@ -53,7 +53,7 @@ def reserve_bundles(
 
 
 def nodes_of_bundles(group: PlacementGroup) -> list[str]:
-    """Return the id of the node of each bundle of a group that is placed."""
+    """Return the node id of each bundle of a placed group."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return [nodes[bundle] for bundle in range(group.bundle_count)]
 
@@ -69,13 +69,13 @@ def nodes_of_run() -> list[str]:
 
 
 def _name_prefix() -> str:
-    """Beginning of the names of this run's placement groups; other runs may share the cluster."""
+    """Return the prefix of the names of this run's placement groups; other runs may share the cluster."""
     return f"skyrl-{ray.get_runtime_context().get_job_id()}-"
 
 
 def order_by_node(nodes: Sequence[str]) -> list[int]:
-    """Return the bundles in an order in which those of a node are neighbours: nodes in the order in which they first
-    appear, the bundles of a node by their index.
+    """Order bundles so that bundles of a node are consecutive: nodes in order of first appearance, bundles of a node by
+    index.
 
     Args:
         nodes: the node of each bundle.
@@ -85,7 +85,7 @@ def order_by_node(nodes: Sequence[str]) -> list[int]:
 
 
 def groups_across_nodes(nodes: Sequence[str], size: int) -> list[range]:
-    """Return the groups of `size` consecutive ranks that lie on several nodes though a node could have held them.
+    """Return the groups of `size` consecutive ranks that span several nodes although one node could hold them.
 
     Args:
         nodes: the node of each rank.

@@ -1,19 +1,19 @@
-"""Driver of the colocation protocol: moves engines and workers on and off the device they share.
+"""Driver of the colocation protocol: moves engines and workers onto and off the device they share.
 
-`colocation_protocol.py` has the picture of it.
+`colocation_protocol.py` describes the protocol.
 
 A failure during a move leaves the state of the device unknown. Every later move is refused until `recover`, which
-offloads all workers, waits until engines that died have been restarted, and puts all engines to sleep.
+offloads all workers, waits until crashed engines have restarted, and puts all engines to sleep.
 
 An engine starts awake, so it may start only while no worker is on the device: `start_engine` waits for that, and the
-next sync makes room. It is put to sleep if the others sleep. It has the weights of the model's files until the next
-sync, or until `send_between`.
+next sync frees the device. It is put to sleep if the other engines sleep. It has the weights of the model's files until
+the next sync or `send_between`.
 
-Before a sync of all weights engines sleep without theirs (level 2: nothing is copied to host memory), and do not
-generate until a sync has brought them. Where weights must survive (`send_between` sends to one engine alone; syncs of
-adapters or deltas) they sleep with them (level 1).
+Before a sync of all weights, engines sleep at level 2: weights are dropped without a copy in host memory, and the
+engines do not generate until the sync has completed. If weights must be kept (`send_between`, which sends to only one
+engine; syncs of adapters or deltas), they sleep at level 1.
 
-Knows neither Ray nor engines, only coroutines to call.
+Independent of Ray and of engine classes; it only calls coroutines.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ STARTS = "the start of an engine"
 
 
 class SleepableEngine(Protocol):
-    """Engines (one, or a client of several). A second `sleep` does nothing."""
+    """Interface of engines (one, or a client for several). A repeated `sleep` has no effect."""
 
     async def sleep(self, level: int = 1) -> None: ...
 
@@ -63,12 +63,12 @@ class SyncedEngines(SleepableEngine, Protocol):
 
     @property
     def receives_all_weights(self) -> bool:
-        """True if every sync sends all weights: before one, engines need not keep theirs."""
+        """True if every sync sends all weights, so that engines need not keep theirs before a sync."""
         ...
 
 
 class OffloadableGroup(Protocol):
-    """Group of workers. Moving it to where it already is does nothing."""
+    """Interface of a group of workers. Moving it to its current location has no effect."""
 
     name: str
 
@@ -81,14 +81,14 @@ EngineT = TypeVar("EngineT", bound=SleepableEngine)
 
 
 class Colocation:
-    """Scheduler of the device that engines and workers share, in the order of the protocol.
+    """Scheduler of the device that engines and workers share, following the protocol.
 
     Args:
-        engines: all engines, awake and alone on the device; None where there are none.
+        engines: all engines, awake and alone on the device; None without engines.
         engines_share_device: engines and workers share a device (`trainer.placement.colocate_all`).
-        policy_and_ref_share: those two share one although engines have their own (`colocate_policy_ref`).
-        start_timeout_seconds: limit of the time that a restarting engine, and a sync that needs it, wait for each
-            other.
+        policy_and_ref_share: policy and reference model share a device, separate from the engines
+            (`colocate_policy_ref`).
+        start_timeout_seconds: maximum time that a restarting engine and a sync that needs it wait for each other.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class Colocation:
 
     @property
     def state(self) -> DeviceState:
-        """State of the shared device after the last move that succeeded."""
+        """State of the shared device after the last successful move."""
         return self._state
 
     async def start(self, groups: Sequence[OffloadableGroup]) -> None:
-        """Load the models of all groups: one after the other where they share a device, with the engines asleep. The
-        policy stays on it."""
+        """Load the models of all groups: sequentially and with sleeping engines if they share a device, where the
+        policy then stays."""
         for group in groups:
             self._groups.setdefault(group.name, []).append(group)
         sharing = [group for group in groups if f"onload {group.name}" in self._events]
@@ -142,20 +142,20 @@ class Colocation:
         """Check an event that moves nothing: `generate`, `send weights`, `use W`.
 
         Raises:
-            ColocationError: the protocol does not allow it now.
+            ColocationError: the event is not legal in this state.
         """
         if event in self._events:
             self._state_after(event)
 
     def stays_beside_engines(self, worker: str) -> bool:
-        """Return True if a worker is on its device while engines generate: one that shares none, and the policy where
-        it shares with the reference model alone."""
+        """Return True if a worker is on its device while engines generate: a worker with a separate device, and the
+        policy if it shares a device only with the reference model."""
         return f"onload {worker}" not in self._events or (worker == "policy" and not self._engines_share_device)
 
     # ---- sequences of moves
 
     async def after_generating(self) -> None:
-        """Move from awake engines to a policy that may compute."""
+        """Put the engines to sleep and prepare the policy to compute."""
         async with self._lock:
             await self._sleep_before_sync()
             if self._engines_share_device:
@@ -163,9 +163,9 @@ class Colocation:
 
     @asynccontextmanager
     async def swapped_in(self, worker: Worker) -> AsyncIterator[None]:
-        """Give `worker` the policy's place on the device, if they share one, for the duration of the block. After a
-        failure inside the block `worker` stays."""
-        # What the protocol does not name stays where it is: then both have devices of their own.
+        """Replace the policy by `worker` on the device, if they share one, for the duration of the block. After a
+        failure inside the block, `worker` stays."""
+        # Workers unknown to the protocol are not moved: both have separate devices.
         shared = f"onload {worker}" in self._events and worker != "policy"
         if shared:
             async with self._lock:
@@ -178,57 +178,57 @@ class Colocation:
                 await self._onload("policy")
 
     async def sync(self, send: Callable[[], Awaitable[T]]) -> T:
-        """Move from a policy that has been updated to engines that generate with its weights. May be called again after
-        a failure of `send`.
+        """Move from an updated policy to engines that generate with its weights. May be repeated after a failure of
+        `send`.
 
         Args:
-            send: sends the weights and waits until they have arrived. It must not wait for an engine to start.
+            send: sends the weights and waits for their arrival. It must not wait for an engine to start.
         Returns: the result of `send`.
         """
         async with self._lock:
             return await self._sync(send, brings_all=True)
 
     async def send_between(self, send: Callable[[], Awaitable[object]]) -> bool:
-        """Send weights to an engine that was just started, between two syncs. Where engines share the device, requests
-        must have been paused by `abort` (all caches go), and nothing is done unless the engines are awake: otherwise
-        the next sync is near and sends them.
+        """Send weights to a restarted engine between two syncs. If engines share the device, requests must have been
+        paused by `abort` (all caches are lost), and nothing is done unless the engines are awake: otherwise the
+        upcoming sync sends the weights.
 
-        Returns: True if they were sent.
+        Returns: True if the weights were sent.
         """
         async with self._lock:
-            # Asked under the lock: between the decision and the move no other move may come.
+            # Checked under the lock: no other move may happen between the decision and the move.
             if self._engines_share_device and self._state != ENGINES_ONLY:
                 return False
             try:
-                await self._sleep(level=1)  # the other engines get no weights now
+                await self._sleep(level=1)  # the other engines receive no weights now
                 if self._engines_share_device:
                     await self._onload("policy")
                 await self._sync(send)
-            except BaseException:  # a cancellation too: it is how the death of this engine ends the call
+            except BaseException:  # including a cancellation, by which a crash of this engine ends the call
                 if self._engines_share_device:
                     await self._return_to_generation()
                 raise
             return True
 
     async def start_engine(self, start: Callable[[], Awaitable[EngineT]]) -> EngineT:
-        """Restart one engine as soon as no worker is on the device, and bring it to the state of the others.
+        """Restart one engine as soon as no worker is on the device, and bring it to the state of the other engines.
 
         Args:
-            start: returns the engine when it is ready: awake.
+            start: returns the engine when it is ready and awake.
         Raises:
             ColocationError: a worker stayed on the device too long.
         """
         if not self._engines_share_device:
             return await start()
-        # Counted before the lock is asked for: a sync that holds it sees the engine and makes room.
+        # Counted before acquiring the lock: a sync that holds it sees the engine and frees the device.
         self._num_starting += 1
         try:
             async with self._lock:
                 await self._wait(self._is_free_for_engines, "start engine", f"offload {self._state.worker}")
-                # Under the lock: until the engine has been put to sleep it takes memory that no worker may take.
+                # Under the lock: until the engine sleeps, no worker may use its memory.
                 with waiting("start", who=STARTS):
                     engine = await start()
-                # The state of the others decides, read after the start: it may have changed while this one waited.
+                # Depends on the state of the other engines, read after the start since it may have changed meanwhile.
                 if self._state.engines is not Engines.AWAKE:
                     await engine.sleep()
                 if self._state.engines is Engines.WEIGHTS_ONLY:
@@ -240,17 +240,17 @@ class Colocation:
                 self._lock.notify_all()
 
     async def recover(self, wait_until_healthy: Callable[[], Awaitable[object]] | None = None) -> None:
-        """Move from any state, known or not, to engines asleep and no worker on the device. A sync must follow. May be
-        repeated.
+        """Move from any state, known or unknown, to sleeping engines and no worker on the device. A sync must follow.
+        May be repeated.
 
         Args:
-            wait_until_healthy: returns when every engine that died has been restarted (by `start_engine`).
+            wait_until_healthy: returns when every crashed engine has been restarted (by `start_engine`).
         """
         async with self._lock:
-            # Not None yet: moves stay refused until the engines sleep, but `_is_free_for_engines` lets them start.
+            # Not None yet: moves are refused until the engines sleep, but `_is_free_for_engines` allows them to start.
             self._inconsistent_since = "recover"
             await self._offload_all()
-        # Outside of the lock: engines that it waits for take the lock in `start_engine`.
+        # Without the lock, which the awaited engines acquire in `start_engine`.
         if wait_until_healthy is not None:
             await wait_until_healthy()
         async with self._lock:
@@ -269,13 +269,13 @@ class Colocation:
         self._lock.notify_all()
 
     async def _return_to_generation(self) -> None:
-        """Move from a failed `send_between` to awake engines, which have requests to answer and kept their weights. An
-        engine that dies meanwhile is left out by the next attempt.
+        """Move from a failed `send_between` to awake engines, which have pending requests and kept their weights. The
+        next attempt skips an engine that crashes meanwhile.
 
         Raises:
-            ColocationError: they did not keep them: an earlier sleep dropped weights, and no sync brought others.
+            ColocationError: the weights were not kept: an earlier sleep dropped them, and no sync has replaced them.
         """
-        if self._weights_dropped:  # the state of the device stays unknown: only `recover` may follow
+        if self._weights_dropped:  # the state of the device remains unknown: only `recover` may follow
             raise ColocationError(
                 "cannot return to generation: a sleep before a sync, which drops the engines' weights (level 2), "
                 "failed or was followed by no sync: some engines have none; first: recover, then sync all weights"
@@ -295,7 +295,7 @@ class Colocation:
     # ---- single moves, under the lock
 
     async def _load_one_by_one(self, groups: Sequence[OffloadableGroup]) -> None:
-        # The policy last: it is the one that stays on the device.
+        # The policy last, since it stays on the device.
         for name in sorted(dict.fromkeys(group.name for group in groups), key=lambda name: name == "policy"):
             await self._move(f"onload {name}", lambda name=name: self._init_models(name))
             if name != "policy":
@@ -306,7 +306,7 @@ class Colocation:
             await group.init_model()
 
     async def _call(self, worker: str, method: Callable[[Any], None]) -> None:
-        """Call a method of all groups of one name (the reference model, and teachers): they move together."""
+        """Call a method of all groups with this name (the reference model and teachers), which move together."""
         for group in self._groups[worker]:
             await group.call_all(method)
 
@@ -317,7 +317,7 @@ class Colocation:
         await self._move(f"offload {worker}", lambda: self._call(worker, ModelWorker.offload_to_cpu))
 
     async def _sleep(self, level: int) -> None:
-        """Free the engines' memory. They must have nothing to compute."""
+        """Put the engines to sleep, which releases their memory. They must have no running requests."""
         await self._move("sleep", lambda: self._existing_engines().sleep(level))
 
     async def _sleep_before_sync(self) -> None:
@@ -326,23 +326,23 @@ class Colocation:
             await self._sleep(self._level_before_sync())
 
     def _level_before_sync(self) -> int:
-        """Return the level of a sleep that a sync follows, and note whether weights are gone until it has."""
-        # Noted before the move: if it fails, some engines may have dropped theirs.
+        """Return the sleep level before a sync, and record whether weights are dropped until the sync."""
+        # Recorded before the move: if it fails, some engines may have dropped their weights.
         self._weights_dropped = self._weights_dropped or self._existing_engines().receives_all_weights
         return 2 if self._weights_dropped else 1
 
     async def _wake_weights(self) -> None:
-        """Reserve the engines' memory for weights. Engines that wait to be started have the device before."""
+        """Reserve the engines' memory for weights. Engines that wait to start use the device first."""
         if "wake weights" in self._events:
             self._state_after("wake weights")
             await self._let_engines_start()
         await self._move("wake weights", lambda: self._existing_engines().wake_up(["weights"]))
 
     async def _wake_cache(self) -> None:
-        """Reserve the engines' memory for keys and values: they may generate.
+        """Reserve the engines' memory for the KV cache, after which they may generate.
 
         Raises:
-            ColocationError: their weights are gone since they slept.
+            ColocationError: the engines dropped their weights when they slept.
         """
         if self._weights_dropped and "wake cache" in self._events:
             raise ColocationError(
@@ -351,7 +351,7 @@ class Colocation:
         await self._move("wake cache", lambda: self._existing_engines().wake_up(["kv_cache"]))
 
     async def _sync(self, send: Callable[[], Awaitable[T]], *, brings_all: bool = False) -> T:
-        # Weights and policy are on the device already; a move would not be allowed.
+        # Weights and policy are already on the device; a move would be illegal.
         if self._state == SYNC:  # an earlier `send` failed
             await self._let_engines_start()
         else:
@@ -365,7 +365,7 @@ class Colocation:
         return result
 
     async def _let_engines_start(self) -> None:
-        """Offload the worker for as long as engines wait to be started."""
+        """Offload the worker while engines wait to start."""
         if not self._num_starting:
             return
         worker = self._state.worker
@@ -380,7 +380,7 @@ class Colocation:
         # A start waits for the trainer to leave the device, the trainer waits for starts.
         who, on = ("", STARTS) if missing == STARTS else (STARTS, TRAINER)
         try:
-            # Condition.wait_for releases the lock while it waits, and has it again when it returns or is cancelled.
+            # Condition.wait_for releases the lock while waiting, and holds it again when it returns or is cancelled.
             with waiting(f"to {event}, first: {missing}", on=on, who=who, deadline=self._start_timeout):
                 await asyncio.wait_for(self._lock.wait_for(condition), self._start_timeout)
         except TimeoutError:
@@ -396,11 +396,11 @@ class Colocation:
         return self._engines
 
     async def _move(self, event: Event, action: Callable[[], Awaitable[object]]) -> None:
-        """Check the protocol, then run `action`. Its failure or cancellation leaves the state of the device unknown."""
+        """Check the protocol, then run `action`. Failure or cancellation leaves the state of the device unknown."""
         if event not in self._events:
             return
         following = self._state_after(event)
-        # Set before the move, not in an except: a cancellation or an exit in the middle leaves it set as well.
+        # Set before the move, not in an except clause, so that a cancellation or exit also leaves it set.
         self._inconsistent_since = event
         await action()
         self._state, self._inconsistent_since = following, None

@@ -1,7 +1,8 @@
-"""Protocol of the device that engines and workers share: its states, legal events, and the events missing for others.
+"""Protocol of the device shared by engines and workers: states, legal events, and the events missing before illegal
+ones.
 
-Pure tables. The device holds either engines that generate or one model that is computed with. In between stands the
-sync, where the policy and the engines' weights are on it together, but no cache of keys and values:
+Pure tables. The device holds either generating engines or one computing model. During a sync, in between, it holds the
+policy and the engines' weights, but no KV cache:
 
 ```text
     event                       engines         on the device
@@ -16,9 +17,9 @@ sync, where the policy and the engines' weights are on it together, but no cache
     wake cache                  awake           [ weights | keys and values ]     and so on
 ```
 
-Any other order is a `ColocationError` that names the events missing. A model or an engine with a device of its own has
-no events: its moves do nothing and are never refused. Policy and reference model may share one device
-(`colocate_policy_ref`) while engines have theirs.
+Any other order raises a `ColocationError` that names the missing events. A model or engine with a separate device has
+no events: its moves have no effect and are never refused. Policy and reference model may share a device
+(`colocate_policy_ref`) separate from the engines.
 """
 
 from collections import deque
@@ -34,7 +35,7 @@ WORKERS: tuple[Worker, ...] = ("policy", "critic", "ref")
 
 
 class ColocationError(SkyRLError):
-    """Event that the colocation protocol does not allow in this state. The text names the events that must come
+    """Event that the colocation protocol does not allow in this state. The message names the events that must come
     first."""
 
 
@@ -51,8 +52,8 @@ class DeviceState:
     """Contents of the shared device.
 
     Raises:
-        ValueError: they do not fit together: a worker beside engines that are awake, or another than the policy beside
-            their weights.
+        ValueError: an invalid combination: a worker with awake engines, or a worker other than the policy with the
+            engines' weights.
     """
 
     engines: Engines
@@ -82,7 +83,7 @@ POLICY = DeviceState(Engines.ASLEEP, "policy")
 
 
 def _steps_of_workers(workers: Sequence[Worker]) -> dict[DeviceState, dict[Event, DeviceState]]:
-    """Let workers follow each other on a device without engines."""
+    """Return the transitions of workers that alternate on a device without engines."""
     steps: dict[DeviceState, dict[Event, DeviceState]] = {EMPTY: {}}
     for worker in workers:
         at_work = DeviceState(Engines.ASLEEP, worker)
@@ -104,7 +105,8 @@ def _steps_of_all() -> Transitions:
 
 
 def _steps_of_policy_and_ref() -> Transitions:
-    """Let policy and reference model share. The engines are elsewhere, and count as asleep on this device."""
+    """Return the transitions of a device shared by policy and reference model. The engines use another device and count
+    as asleep on this one."""
     steps = _steps_of_workers(("policy", "ref"))
     steps[POLICY] |= {"send weights": POLICY}
     return steps
@@ -124,7 +126,7 @@ def next_state(state: DeviceState, event: Event, protocol: Transitions = ALL_SHA
     """Return the state after an event.
 
     Raises:
-        ColocationError: the event is not legal; names the shortest way to a state in which it is.
+        ColocationError: the event is illegal; names the shortest path to a state in which it is legal.
     """
     if event not in protocol[state]:
         first = ", ".join(missing_steps(state, event, protocol))
@@ -133,10 +135,10 @@ def next_state(state: DeviceState, event: Event, protocol: Transitions = ALL_SHA
 
 
 def missing_steps(state: DeviceState, event: Event, protocol: Transitions = ALL_SHARE) -> tuple[Event, ...]:
-    """Return the fewest events from a state to one in which `event` is legal.
+    """Return the shortest sequence of events from a state to one in which `event` is legal.
 
     Raises:
-        ValueError: it is legal nowhere.
+        ValueError: it is legal in no state.
     """
     paths: deque[tuple[DeviceState, tuple[Event, ...]]] = deque([(state, ())])
     seen = {state}

@@ -1,10 +1,10 @@
-"""Forward-only passes of a step (old log-probs, those of the reference model, values) that begin before all groups of
-the step are generated.
+"""Forward-only passes of a step (old log-probs, reference log-probs, values) that start before all groups of the step
+are generated.
 
-The numbers of a micro-batch depend on its rows and their order alone: padding is dropped before the model, and other
-micro-batches are other forwards. A micro-batch of the step's schedule that can be foreseen is computed as soon as its
-groups are finished; it counts if the batch, once it is whole, has a micro-batch of the same tokens. What is missing
-then (without foresight all of it) is computed in one call. So a wrong guess costs time and changes nothing.
+The results of a micro-batch depend only on its rows and their order, since padding is dropped before the model. A
+predictable micro-batch of the step's schedule is computed as soon as its groups are finished; its result is used if the
+complete batch has a micro-batch with the same tokens. The remaining micro-batches are computed in one call. A wrong
+prediction therefore costs time but does not change results.
 """
 
 import asyncio
@@ -36,17 +36,17 @@ Tokens = tuple[bytes, ...]
 
 
 class ForwardPass:
-    """Early part of the forward-only pass of one model over the batch of one step.
+    """Early part of the forward-only pass of one model over the batch of a step.
 
     Args:
         group: ranks of the model.
-        divide: schedule of the pass.
-        collate: finished groups to tensors.
-        num_prompts: of the step.
+        divide: computes the schedule of the pass.
+        collate: converts finished groups to tensors.
+        num_prompts: prompts of the step.
         prompts_each: prompts of a mini-batch.
         rows_each: rows of a prompt, if rows are divided by number: then all micro-batches are known from the start.
-            None: lengths decide, or a prompt may have any number of rows. Those of a mini-batch are known when all its
-            groups are finished.
+            None: they depend on lengths, or prompts have varying numbers of rows; the micro-batches of a mini-batch are
+            then known when all its groups are finished.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ForwardPass:
         self.group, self._divide, self._collate, self._rows_each = group, divide, collate, rows_each
         self._groups: dict[int, TrajectoryGroup] = {}
         self._pending: list[list[tuple[Row, ...]]] = [[] for _ in range(group.data_parallel_size)]
-        self._mini_batches: list[range] = []  # those whose micro-batches are not known
+        self._mini_batches: list[range] = []  # mini-batches whose micro-batches are unknown
         if rows_each is None:
             starts = range(0, num_prompts, prompts_each)
             self._mini_batches = [range(start, min(start + prompts_each, num_prompts)) for start in starts]
@@ -78,55 +78,56 @@ class ForwardPass:
         self._changed = asyncio.Event()
 
     def offer(self, groups: Mapping[int, TrajectoryGroup]) -> None:
-        """Tell which groups are finished, by the places that they will probably have in the batch."""
+        """Set the finished groups, keyed by their predicted positions in the batch."""
         known, expected = self._groups, self._rows_each
         self._groups = {
             place: group
             for place, group in groups.items()
-            # Another number of rows moves all that follow: these are left for the end.
+            # Another number of rows shifts all later groups: these are left for `finish`.
             if known.get(place) is group or expected in (None, _num_rows(group))
         }
         self._changed.set()
 
     async def run(self) -> None:
-        """Compute what is ready, until cancelled. A call goes on then."""
+        """Compute ready micro-batches until cancelled. A running call then continues."""
         while True:
             await self._changed.wait()
             self._changed.clear()
-            # What becomes ready during a call is computed in the next one together.
+            # Micro-batches that become ready during a call are computed together in the next call.
             while any(ready := self._take_ready()):
                 began = time.perf_counter()
                 self.call = asyncio.ensure_future(self._compute(ready))
                 self.call.add_done_callback(_retrieve_error)
                 try:
-                    # Ranks cannot be interrupted: the end of generation ends the wait alone, `finish` goes on with it.
+                    # Ranks cannot be interrupted: the end of generation ends only the wait; `finish` continues it.
                     await asyncio.shield(self.call)
                 finally:
                     self.seconds += time.perf_counter() - began
 
     def _take_ready(self) -> list[list[tuple[Row, ...]]]:
-        """Take the micro-batches whose groups are finished: as many for each rank, as ranks meet in every forward."""
+        """Take the micro-batches whose groups are finished, the same number for each rank, since ranks synchronize in
+        every forward."""
         arrived = self._groups.keys()
         for places in [each for each in self._mini_batches if arrived >= set(each)]:
             self._mini_batches.remove(places)
             self._foresee(*self._collated(places))
         ready = [[each for each in own if all(place in arrived for place, _ in each)] for own in self._pending]
-        # Which of its micro-batches a rank computes beside which of its peers does not matter, only how many.
+        # Only the number of micro-batches must agree between ranks, not which are computed together.
         ready = [own[: min(map(len, ready))] for own in ready]
         for pending, own in zip(self._pending, ready, strict=True):
-            # Others keep their order: it is that of the schedule, and groups that start first tend to end first.
+            # The others keep the schedule's order, since groups that start first tend to end first.
             taken = set(own)
             pending[:] = [each for each in pending if each not in taken]
         return ready
 
     def _foresee(self, batch: TrainingInputBatch, rows: Sequence[Row]) -> None:
-        """Note the micro-batches of a batch with these rows."""
+        """Predict the micro-batches of a batch with these rows."""
         by_rank = self._divide(self.group, batch).rows_of_micro_batches()
         for pending, own in zip(self._pending, by_rank, strict=True):
             pending += [tuple(rows[index] for index in micro_batch) for micro_batch in own]
 
     def _collated(self, places: Sequence[int]) -> tuple[TrainingInputBatch, list[Row]]:
-        # Named by places, since two groups may be of one prompt: of two epochs.
+        # Identified by position, since two groups (of two epochs) may have the same prompt.
         groups = [with_uid(self._groups[place], str(place)) for place in places]
         rows = [(place, number) for place in places for number in range(_num_rows(self._groups[place]))]
         return self._collate(RolloutBatch(groups)), rows
@@ -142,10 +143,10 @@ class ForwardPass:
 
 
 class EarlyForwards:
-    """Forward-only passes of one step that may begin while its groups are generated.
+    """Forward-only passes of one step that may start while its groups are generated.
 
     Args:
-        passes: of the models whose workers may compute then.
+        passes: passes of the models whose workers may compute during generation.
     """
 
     def __init__(self, passes: Sequence[ForwardPass] = ()):
@@ -155,13 +156,13 @@ class EarlyForwards:
         return bool(self._passes)
 
     def offer(self, groups: Mapping[int, TrajectoryGroup]) -> None:
-        """Tell which groups are finished, by the places that they will probably have in the batch."""
+        """Set the finished groups, keyed by their predicted positions in the batch."""
         for each in self._passes.values():
             each.offer(groups)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Compute what is ready while the block generates. An error of a forward cancels the block and is raised."""
+        """Compute ready micro-batches while the block generates. A forward error cancels the block and is raised."""
         if not self:
             yield
             return
@@ -170,23 +171,23 @@ class EarlyForwards:
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(each.run()) for each in self._passes.values()]
                     yield
-                    # The group waits for its tasks, which by themselves never end.
+                    # The task group waits for its tasks, which do not end by themselves.
                     for task in running:
                         task.cancel()
         except BaseException:
-            # Nobody will ask for the outputs, and the run's end waits for calls: one that has not begun is dropped.
+            # The outputs are not needed, and the end of the run waits for calls: calls not started are dropped.
             for each in self._passes.values():
                 if each.call is not None:
                     each.call.cancel()
             raise
 
     async def finish(self, group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch) -> torch.Tensor:
-        """Return the outputs [B, R] of a model for the whole batch: compute the micro-batches that are missing."""
+        """Return the outputs [B, R] of a model for the whole batch, computing the missing micro-batches."""
         early = self._passes.get(group.name)
-        # The call that the end of generation left running. Its error is raised here, as that of a whole pass.
+        # The call still running at the end of generation. Its error is raised here, as for a complete pass.
         if early is not None and early.call is not None:
             await early.call
-        # By the tokens alone: nobody need know which filter, replacement or order changed the guess.
+        # Matched by tokens only, independent of which filter, replacement or order changed the prediction.
         computed = {} if early is None else early.computed
         tokens = _tokens_of_rows(group, batch) if computed else [b""] * len(batch)
         known: dict[tuple[int, ...], torch.Tensor] = {}
@@ -199,25 +200,25 @@ class EarlyForwards:
         if any(missing):
             outputs = await forward(group, Schedule.of_micro_batches(missing, lengths_of(batch)), batch)
         for rows, own in known.items():
-            width = min(own.shape[1], outputs.shape[1])  # behind the last token of these rows both are 0
+            width = min(own.shape[1], outputs.shape[1])  # after the last token of these rows both are 0
             outputs[list(rows), :width] = own[:, :width]
         return outputs
 
     def metrics(self) -> dict[str, float]:
-        """Return `generate/forward_seconds`, the time of forward passes that ran while groups were generated, added up
-        over models; {} where none may."""
+        """Return `generate/forward_seconds`, the total time of forward passes during generation, summed over models;
+        empty without early passes."""
         return {"generate/forward_seconds": sum(each.seconds for each in self._passes.values())} if self else {}
 
 
 def lengths_of(batch: TrainingInputBatch) -> list[int]:
-    """Return the number of tokens of each row."""
+    """Return the number of tokens in each row."""
     return batch.tensor("attention_mask").sum(dim=-1).tolist()
 
 
 def _batch_without_tokens(rows: Sequence[Row]) -> TrainingInputBatch:
-    """Return a batch of rows of equal lengths, for a schedule that lengths do not change."""
-    # Dividing by number reads prompts and the number of rows, and lengths only where ranks get unequally many rows:
-    # there a guess may be wrong.
+    """Return a batch of rows of equal lengths, for schedules that do not depend on lengths."""
+    # Dividing by number uses prompts and the number of rows, and lengths only if ranks get unequal numbers of rows:
+    # then a prediction may be wrong.
     column = torch.ones(len(rows), 1, dtype=torch.int64)
     return TrainingInputBatch(attention_mask=column, metadata={"uids": [place for place, _ in rows]})
 
@@ -227,19 +228,19 @@ def _num_rows(group: TrajectoryGroup) -> int:
 
 
 def _retrieve_error(call: "asyncio.Future[None]") -> None:
-    """Retrieve the error of a call that nobody may wait for, so that asyncio does not report it once more."""
+    """Retrieve the error of a call that may not be awaited, so that asyncio does not report it."""
     if not call.cancelled():
         call.exception()
 
 
 def _tokens_of_rows(group: ActorGroup, batch: TrainingInputBatch) -> list[bytes]:
-    """Return a hash of all that a model's forward reads of each row, padding left out."""
+    """Return a hash of all forward inputs of each row, without padding."""
     inputs = forward_inputs(group, batch)
     columns = {name: inputs.tensor(name).numpy() for name in inputs}
     num_prompt = columns["attention_mask"].shape[1] - batch.metadata["response_length"]
     hashes = []
     for row, attention in enumerate(columns["attention_mask"] != 0):
-        # With the number of prompt tokens, since it says which tokens are scored.
+        # Includes the number of prompt tokens, which determines the scored tokens.
         parts = [columns["sequences"][row][attention], attention[:num_prompt].sum()]
         if "expert_routes" in columns:
             parts.append(columns["expert_routes"][row][attention])

@@ -1,8 +1,8 @@
-"""`trainer.placement.launcher=inline`: the workers and engines of a run as objects of this process. Knows no Ray.
+"""`trainer.placement.launcher=inline`: workers and engines of a run as objects of this process, without Ray.
 
-All models are loaded, and compute what trains them, in one thread of the process: transformers changes classes while it
-loads, and torch plans the collectives of a sharded model once a thread. Every worker has random numbers of its own, as
-if it had a process. An engine generates in its own thread.
+All models are loaded and trained in one thread of the process: transformers modifies classes while loading, and torch
+plans the collectives of a sharded model once per thread. Every worker has a separate random state, as in a separate
+process. Each engine generates in its own thread.
 """
 
 import asyncio
@@ -36,20 +36,20 @@ EXIT_SECONDS = 10.0
 
 
 class ModelThread:
-    """Daemon thread that runs functions one after the other: a worker stopped at a breakpoint does not keep the process
-    from ending."""
+    """Daemon thread that runs functions sequentially. A worker stopped at a breakpoint does not prevent the process
+    from exiting."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="models", daemon=True).start()
 
     def _run(self) -> None:
-        prepare_cpu()  # like a process that Ray starts: several threads for each product change its bits
+        prepare_cpu()  # as in Ray's processes: multi-threaded matrix products change bits
         while True:
             self._queue.get()()
 
     def submit(self, function: Callable[[], T]) -> "Future[T]":
-        """Run `function` after those submitted before, unless the future is cancelled until then."""
+        """Run `function` after previously submitted functions, unless the future is cancelled first."""
         future: Future[T] = Future()
 
         def work() -> None:
@@ -57,7 +57,7 @@ class ModelThread:
                 return
             try:
                 result = function()
-            except BaseException as error:  # a SystemExit in a worker, say, belongs to its caller
+            except BaseException as error:  # e.g. a SystemExit in a worker is passed to its caller
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -73,25 +73,25 @@ def model_thread() -> ModelThread:
 
 
 class SharedProcessGroup:
-    """torch.distributed's default group of this process, which all of its workers share: the first of them makes it,
-    and it ends with the last, unless it was there before."""
+    """Default torch.distributed group of this process, shared by all of its workers: created by the first and destroyed
+    with the last, unless it already existed."""
 
     def __init__(self) -> None:
         self._num_users = 0
         self._is_foreign = False
 
     def enter(self) -> None:
-        """Count one worker more."""
+        """Register a worker."""
         if not self._num_users:
             self._is_foreign = dist.is_initialized()
         self._num_users += 1
 
     def leave(self) -> None:
-        """Count one worker less. Called in the thread of models."""
+        """Unregister a worker. Must be called in the model thread."""
         self._num_users -= 1
-        # torch keeps plans of sharded tensors for each thread, and in them the group. A child that is forked with a
-        # `preexec_fn` (Ray's servers) ends the objects of other threads, and would wait for ever for threads of the
-        # group, which it does not have.
+        # torch caches plans of sharded tensors per thread, which reference the group. A child forked with a
+        # `preexec_fn` (Ray's servers) destroys the objects of other threads, and would wait forever for threads of the
+        # group, which do not exist in the child.
         _clear_sharding_prop_cache()
         if not self._num_users and not self._is_foreign and dist.is_initialized():
             dist.destroy_process_group()
@@ -101,12 +101,12 @@ _PROCESS_GROUP = SharedProcessGroup()
 
 
 class InlineRank:
-    """The only rank of a group: a worker in this process. A call that passes its deadline ends the run, though the
-    thread of models may go on with it.
+    """Single rank of a group: a worker in this process. A call that exceeds its deadline ends the run, although the
+    model thread may continue it.
 
     Args:
-        name: of the group, in errors.
-        make_worker, args: what makes the worker.
+        name: name of the group, for errors.
+        make_worker, args: builder of the worker and its arguments.
         device: `cpu` or `cuda`.
     """
 
@@ -124,7 +124,7 @@ class InlineRank:
         try:
             with self._random.swapped_in():
                 self._worker = make_worker(*args)
-        except BaseException:  # nobody may shut down a rank that never was
+        except BaseException:  # a rank that failed to start is not shut down later
             self._has_ended = True
             _PROCESS_GROUP.leave()
             raise
@@ -137,7 +137,7 @@ class InlineRank:
                 async with deadline:
                     await asyncio.shield(asyncio.wrap_future(self._start))
                     return [await asyncio.wrap_future(model_thread().submit(lambda: self._call_sequence(own)))]
-            except Exception as error:  # a user's code may raise anything: reported as a failure of this rank
+            except Exception as error:  # user code may raise any error: reported as a failure of this rank
                 if deadline.expired():
                     raise timed_out([(self._name, own_log())], timeout_seconds, timeout_setting) from None
                 log_traceback(error)
@@ -152,7 +152,7 @@ class InlineRank:
             return getattr(self._worker, method)(*args)
 
     async def shutdown(self) -> None:
-        """Release the worker and its model after its current computation, which is waited for briefly."""
+        """Release the worker and its model after its current computation, with a short wait."""
         ending = asyncio.wrap_future(self._end())
         try:
             await asyncio.wait_for(asyncio.shield(ending), EXIT_SECONDS)
@@ -177,7 +177,7 @@ class InlineRank:
 
 
 class InlineLauncher:
-    """Launcher of workers and engines as objects of this process, on a CPU or its first GPU."""
+    """Launcher of workers and engines as objects of this process, on CPU or its first GPU."""
 
     def __init__(self, cfg: SkyRLConfig):
         self._cfg = cfg
@@ -213,4 +213,4 @@ class InlineLauncher:
         )
 
     async def check_files(self, cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -> None:
-        """Return at once: there is one machine."""
+        """Do nothing, since there is one machine."""

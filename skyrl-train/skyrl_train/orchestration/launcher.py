@@ -1,7 +1,7 @@
 """Interface of the two launchers, which start the workers and engines of a run.
 
-`ray_launcher` starts a process for each, `inline_launcher` makes objects of this process. What they start is the same
-classes, called by the names of their methods.
+`ray_launcher` starts a process for each, `inline_launcher` creates objects in this process. Both start the same
+classes, called by method name.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,37 +19,37 @@ MakeWorker = Callable[..., Any]
 
 
 class Ranks(Protocol):
-    """The started workers of one group, one a rank."""
+    """Interface of the started workers of a group, one per rank."""
 
     @property
     def num_ranks(self) -> int: ...
 
     async def call(self, calls: Sequence[Calls], timeout_seconds: float, timeout_setting: str) -> list[list[Any]]:
-        """Run each rank's calls in sequence; the first that fails ends it.
+        """Run each rank's calls in sequence; the first failure ends it.
 
         Args:
             calls: one sequence for each rank.
-            timeout_setting: setting that the deadline comes from, for the text of an error.
+            timeout_setting: setting of the deadline, for error messages.
 
         Returns:
-            the answers of each rank.
+            the results of each rank.
 
         Raises:
-            WorkerError: a rank failed or did not answer in time; the text names it.
+            WorkerError: a rank failed or timed out; the message names it.
         """
         ...
 
     async def shutdown(self) -> None:
-        """End the workers, by request where they answer."""
+        """Stop the workers, gracefully if they respond."""
         ...
 
     def kill(self) -> None:
-        """End the workers at once."""
+        """Terminate the workers immediately."""
         ...
 
 
 class Launcher(Protocol):
-    """Starter of the workers and engines of one run."""
+    """Interface that starts the workers and engines of a run."""
 
     def start_ranks(
         self,
@@ -64,21 +64,21 @@ class Launcher(Protocol):
         """Start the workers of a group; their first calls wait until they have started.
 
         Args:
-            name: of the group: `policy`, `critic`, `ref`.
-            make_worker, args: builder of each worker, called where it will live.
+            name: name of the group: `policy`, `critic` or `ref`.
+            make_worker, args: builder of each worker and its arguments, called in the worker's process.
             device: `cpu` or `cuda`.
-            log_folder: of the run.
+            log_folder: log folder of the run.
         """
         ...
 
     def start_engine(self, index: int, make_engine: MakeEngine) -> EngineHandle:
-        """Start engine `index`, for the first time or again. Returns at once; calls wait until it has started."""
+        """Start or restart engine `index`. Returns immediately; calls wait until it has started."""
         ...
 
     async def check_files(self, cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -> None:
         """Raise ConfigError unless all machines of the run see the same files.
 
         Args:
-            data: names of data sets.
+            data: names of datasets.
         """
         ...

@@ -1,7 +1,7 @@
 """Check before the first step that all nodes of a run see the same files: run folder, models, data.
 
-The driver writes a token into each shared folder. A task on every node reads it, answers with a file beside it, and
-lists the model's files. On one node nothing is done.
+The driver writes a token into each shared folder. A task on every node reads it, writes a file next to it, and lists
+the model's files. On a single node nothing is done.
 """
 
 import secrets
@@ -32,10 +32,10 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Paths:
-    """Paths to look at, by the setting that names each.
+    """Paths to compare, keyed by the setting of each.
 
     Args:
-        tokens: one file in each folder that the run writes into.
+        tokens: one file in each folder that the run writes to.
         models: folders or files that processes on every node read.
         data: files that the driver reads, and environments may.
     """
@@ -47,8 +47,8 @@ class Paths:
 
 @dataclass(frozen=True)
 class NodeView:
-    """View of one node: the text of each token (None: not there), the listing of each model and data file
-    (None: not there), and errors of writing the answers."""
+    """Files visible to one node: the text of each token (None: missing), the listing of each model and data file (None:
+    missing), and errors of writing the response files."""
 
     node: str
     tokens: dict[str, str | None]
@@ -61,10 +61,10 @@ async def check_nodes(cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -
     """Check that every node with processes of this run sees the driver's files.
 
     Args:
-        data: names of data sets; those that are no files here are not looked at.
+        data: names of datasets; names that are not files on this machine are ignored.
 
     Raises:
-        ConfigError: one does not. The text names node, setting and path.
+        ConfigError: a node does not. The message names node, setting and path.
     """
     own = ray.get_runtime_context().get_node_id()
     names = {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in ray.nodes()}
@@ -113,7 +113,7 @@ def _view_on(node: str) -> Any:
 
 
 def paths_of(cfg: SkyRLConfig, data: Sequence[str], token: str) -> Paths:
-    """Return the paths that all nodes must see alike, with a token's file name in each folder."""
+    """Return the paths that must be equal on all nodes, with a token file in each folder."""
     trainer = cfg.trainer
     folders: dict[str, Place] = {
         "trainer.run_dir": expand_path(trainer.run_dir),
@@ -140,7 +140,7 @@ def paths_of(cfg: SkyRLConfig, data: Sequence[str], token: str) -> Paths:
 
 
 def view_of(paths: Paths, node_id: str, node: str) -> NodeView:
-    """Return what this machine sees, having answered each token that is there with a file beside it."""
+    """Return the files visible on this machine, after writing a response file next to each visible token."""
     tokens: dict[str, str | None] = {}
     errors: dict[str, str] = {}
     for name, path in paths.tokens.items():
@@ -156,12 +156,12 @@ def view_of(paths: Paths, node_id: str, node: str) -> NodeView:
 
 
 def answer_path(token_path: Place, node_id: str) -> Place:
-    """Return where a node answers a token."""
+    """Return the path of a node's response file for a token."""
     return token_path.with_name(f"{token_path.name}.{node_id}")
 
 
 def listing(path: Path) -> Listing | None:
-    """Return the files of a folder (or one file) with their sizes, None if there is no such path."""
+    """Return the files of a folder (or one file) with their sizes; None if the path does not exist."""
     if not path.exists():
         return None
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
@@ -174,10 +174,10 @@ def listing(path: Path) -> Listing | None:
 
 
 def problems_of(here: NodeView, there: NodeView, paths: Paths, node_id: str) -> list[str]:
-    """Return what keeps a run from using a node, one line each.
+    """Return the reasons why a run cannot use a node, one line each.
 
     Args:
-        here: the driver's view. It must see the node's answers as well.
+        here: the driver's view. It must also contain the node's response files.
     """
     problems = []
     for name, path in paths.tokens.items():
@@ -193,7 +193,7 @@ def problems_of(here: NodeView, there: NodeView, paths: Paths, node_id: str) -> 
 def differences(
     here: Mapping[str, Listing | None], there: Mapping[str, Listing | None], paths: Mapping[str, Path], node: str
 ) -> list[str]:
-    """Return one line for each path that a node does not see as the driver does."""
+    """Return one line for each path that differs between a node and the driver."""
     lines = []
     for name, path in paths.items():
         if there[name] is None:

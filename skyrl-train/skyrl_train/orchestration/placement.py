@@ -1,5 +1,5 @@
-"""Placement of a run: the launcher of the settings, and the groups of workers that it starts. On a CPU a count of
-"GPUs" is a count of processes. `colocation.py` moves groups on and off a shared device."""
+"""Placement of a run: creates the configured launcher and starts worker groups. On CPU, a number of "GPUs" is a number
+of processes. `colocation.py` moves groups onto and off a shared device."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def make_shared_placement_group(cfg: SkyRLConfig, timeout_seconds: float | None = None) -> "PlacementGroup | None":
-    """Reserve the GPUs that workers and engines share. None: nothing is shared, there are no GPUs, or no Ray.
+    """Reserve the GPUs that workers and engines share. None if nothing is shared, or without GPUs or Ray.
 
     Raises:
-        WorkerError: the cluster could not give them in time.
+        WorkerError: the cluster could not provide them in time.
     """
     if cfg.trainer.placement.launcher == "inline":
         return None
@@ -27,7 +27,7 @@ def make_shared_placement_group(cfg: SkyRLConfig, timeout_seconds: float | None 
 
 
 def make_launcher(cfg: SkyRLConfig, shared: "PlacementGroup | None" = None) -> Launcher:
-    """Make the launcher of the run's workers and engines (`trainer.placement.launcher`).
+    """Create the launcher of the run's workers and engines (`trainer.placement.launcher`).
 
     Args:
         shared: on CUDA, the GPUs that workers and engines share.

@@ -1,7 +1,7 @@
 """Ranks as processes of this machine, without Ray: `Ranks` of an actor group.
 
-`python -m skyrl_train.orchestration.process_ranks DESCRIPTOR NAME LOG` is one rank, which serves the connection of this
-number.
+`python -m skyrl_train.orchestration.process_ranks DESCRIPTOR NAME LOG` runs one rank, which serves the connection with
+this file descriptor.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _GRACE_SECONDS = 1.0
 
 
 class RankProcess(Protocol):
-    """Part of `subprocess.Popen` that is used of a rank."""
+    """Interface of `subprocess.Popen` that is used for a rank."""
 
     pid: int
 
@@ -54,12 +54,12 @@ class RankProcess(Protocol):
 
 
 class ProcessRanks:
-    """Ranks 0..N-1 of one worker class. They end with this process, however it ends.
+    """Ranks 0..N-1 of one worker class as processes, which exit when this process exits for any reason.
 
     Args:
-        name: of the group, in logs and errors.
-        make_worker, args: builder of each worker, called where it will live.
-        device: `cpu`, or `cuda`: each rank sees one GPU, in the order of those that this process sees.
+        name: name of the group, for logs and errors.
+        make_worker, args: builder of each worker and its arguments, called in the worker's process.
+        device: `cpu` or `cuda`; on CUDA each rank sees one of this process's visible GPUs, in order.
         log_folder: each rank writes `<name>_<rank>.log` there.
     """
 
@@ -81,7 +81,7 @@ class ProcessRanks:
         self._pipes: list[Connection] = []
         self._one_at_a_time = asyncio.Lock()
         log_folder.mkdir(parents=True, exist_ok=True)
-        # The ranks see one GPU each, as under Ray: every one of them computes on its `cuda:0`.
+        # Each rank sees one GPU, as under Ray, and computes on its `cuda:0`.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_ranks)))
         gpus = visible.split(",") if device == "cuda" else [None] * num_ranks
         for rank, (gpu, log_file) in enumerate(zip(gpus, self._log_files, strict=False)):
@@ -94,7 +94,10 @@ class ProcessRanks:
     def _start(self, name: str, log_file: str, environment: dict[str, str]) -> tuple[RankProcess, Connection]:
         ours, theirs = Pipe()
         command = [sys.executable, "-m", __name__, str(theirs.fileno()), name, log_file]
-        with theirs, open(log_file, "ab") as output:  # our copy of their end goes, or its end would never be seen
+        with (
+            theirs,
+            open(log_file, "ab") as output,
+        ):  # close our copy of their end, otherwise the end of the connection is never detected
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -109,7 +112,7 @@ class ProcessRanks:
         return [process.pid for process in self._processes]
 
     async def call(self, calls: "Sequence[Calls]", timeout_seconds: float, timeout_setting: str) -> list[list[object]]:
-        async with self._one_at_a_time:  # answers come in the order of the calls
+        async with self._one_at_a_time:  # results arrive in the order of the calls
             with waiting_for_ranks(self.name, calls, timeout_seconds):
                 for pipe, own in zip(self._pipes, calls, strict=True):
                     try:
@@ -126,7 +129,9 @@ class ProcessRanks:
             if not pipes:
                 silent = [(self._worker(rank), self._log_files[rank]) for rank in waiting]
                 raise timed_out(silent, timeout_seconds, timeout_setting)
-            for rank in [rank for rank in waiting if self._pipes[rank] in pipes]:  # a failure ends it before its peers
+            for rank in [
+                rank for rank in waiting if self._pipes[rank] in pipes
+            ]:  # a failure ends the call before its peers finish
                 try:
                     error, answers[rank] = pickle.loads(self._pipes[rank].recv_bytes())
                 except (EOFError, OSError):
@@ -139,11 +144,11 @@ class ProcessRanks:
         return f"{self.name} worker {rank}"
 
     def _death(self) -> WorkerError:
-        """Name the ranks that ended, first those that a signal ended: they did not choose to."""
+        """Describe the ranks that exited, first the ranks ended by a signal, which are the likely cause."""
         deadline = time.monotonic() + _GRACE_SECONDS
         while any(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
             time.sleep(0.02)
-        # Signals are statuses below 0, and so come first.
+        # Signals are negative statuses and therefore sorted first.
         ends = sorted(
             (end, rank) for rank, process in enumerate(self._processes) if (end := process.poll()) is not None
         )
@@ -156,7 +161,7 @@ class ProcessRanks:
         return kind("\n".join(told) or f"the connection to a worker of {self.name} was closed")
 
     async def shutdown(self) -> None:
-        """Close the ranks' connections, upon which they exit, and kill those that have not in time."""
+        """Close the ranks' connections, upon which they exit, and kill ranks that do not exit in time."""
         for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + _EXIT_SECONDS
@@ -165,7 +170,7 @@ class ProcessRanks:
         self.kill()
 
     def kill(self) -> None:
-        """End the processes at once."""
+        """Kill the processes immediately."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -175,25 +180,25 @@ class ProcessRanks:
 
 
 def serve(pipe: Connection, name: str, log_file: str, dumps: Dumps = pickle.dumps) -> None:
-    """Make a worker and answer its calls. The process ends with the connection, even in the middle of a call; signals
-    to the whole process group are left to the driver.
+    """Create a worker and serve its calls. The process exits when the connection closes, even during a call; signals to
+    the process group are left to the driver.
 
     Args:
-        name: of this rank, for records of its waits.
-        log_file: where this process logs.
+        name: name of this rank, for records of its waits.
+        log_file: log file of this process.
     """
     report_as(name, log=log_file)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     messages = SimpleQueue[bytes]()
-    # A thread reads, so that the driver's death is noticed while this one computes or waits in a collective.
+    # A separate thread reads, so that a crash of the driver is detected during computation or a collective.
     threading.Thread(target=_read, args=(pipe, messages), daemon=True).start()
     configure_logging()
     prepare_cpu()
     made, workers = messages.get(), []
 
     def answer(calls: bytes) -> bytes:
-        if not workers:  # made at the first call, whose answer tells of its errors
+        if not workers:  # created at the first call, which reports its errors
             make_worker, args = pickle.loads(made)
             workers.append(make_worker(*args))
         answers = []
@@ -210,7 +215,7 @@ def serve(pipe: Connection, name: str, log_file: str, dumps: Dumps = pickle.dump
 
 
 def _refusal(error: Exception, dumps: Dumps) -> bytes:
-    """Log an error and serialize it for the driver: itself, or its text where it does not survive the way."""
+    """Log an error and serialize it for the driver: the exception, or its text if it cannot be pickled."""
     log_traceback(error)
     keep_where_raised(error)
     arrived = outcome_of(lambda: pickle.loads(dumps((error, []))))
@@ -222,7 +227,7 @@ def _read(pipe: Connection, messages: "SimpleQueue[bytes]") -> None:
         while True:
             messages.put(pipe.recv_bytes())
     except (EOFError, OSError):
-        os._exit(ORPHANED)  # at once: threads of collectives may wait for peers that are gone
+        os._exit(ORPHANED)  # immediately: threads of collectives may wait for exited peers
 
 
 if __name__ == "__main__":
@@ -230,4 +235,4 @@ if __name__ == "__main__":
         serve(Connection(int(sys.argv[1])), sys.argv[2], sys.argv[3])
     finally:
         traceback.print_exc()
-        os._exit(1)  # at once, whatever threads of collectives are still at work
+        os._exit(1)  # immediately, even if threads of collectives are running

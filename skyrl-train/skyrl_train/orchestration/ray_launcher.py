@@ -1,4 +1,4 @@
-"""`trainer.placement.launcher=ray`: a Ray process for each rank and each engine, on one machine or a cluster."""
+"""`trainer.placement.launcher=ray`: one Ray process per rank and engine, on one machine or a cluster."""
 
 import asyncio
 import itertools
@@ -26,14 +26,14 @@ from skyrl_train.utils.ray_calls import Call, answers_of, end_actors, errors_for
 from skyrl_train.utils.ray_process import prepare_process
 from skyrl_train.utils.run_folder import RunFolder
 
-SHARE_OF_SHARED_GPU = 0.2  # four kinds of process (policy, critic, ref, engine) fit on one GPU, with room for one more
+SHARE_OF_SHARED_GPU = 0.2  # policy, critic, ref and engine fit on one GPU, with capacity for one more process
 
 
 class WorkerProcess:
     """Ray process of one worker, with a log file and one CPU thread.
 
     Args:
-        name: of the rank, for records of its waits.
+        name: name of the rank, for records of its waits.
     """
 
     def __init__(self, make_worker: MakeWorker, args: tuple[Any, ...], log_file: str, name: str = "a worker"):
@@ -46,7 +46,7 @@ class WorkerProcess:
         return os.getpid()
 
     def call_sequence(self, calls: Calls) -> list[object]:
-        """Run several calls in sequence; the first that fails ends it."""
+        """Run several calls in sequence; the first failure ends it."""
         with errors_for_caller():
             return [self._call(method, args) for method, args in calls]
 
@@ -56,18 +56,18 @@ class WorkerProcess:
 
 
 class RayRanks:
-    """Ranks 0..N-1 of one worker class, each in a process of its own.
+    """Ranks 0..N-1 of one worker class, each in a Ray process.
 
     Args:
-        name: of the group, in logs and errors.
-        make_worker, args: builder of each worker.
+        name: name of the group, for logs and errors.
+        make_worker, args: builder of each worker and its arguments.
         log_folder: each rank writes `<name>_<rank>.log` there.
-        gpu_share: on CUDA, the part of a GPU each rank takes (less than 1 when it is shared).
-        placement_group: the shared GPUs, one bundle each. None: the group reserves bundles of its own, all at once.
-            Either way the ranks take them node by node (see `bundles.py`).
+        gpu_share: on CUDA, the fraction of a GPU for each rank (less than 1 if shared).
+        placement_group: the shared GPUs, one bundle each. None: the group reserves separate bundles, all together. In
+            both cases the ranks use them ordered by node (see `bundles.py`).
 
     Raises:
-        WorkerError: the cluster could not give all bundles in time.
+        WorkerError: the cluster could not provide all bundles in time.
     """
 
     nodes: list[str]
@@ -116,12 +116,12 @@ class RayRanks:
         return ray.get([actor.pid.remote() for actor in self._actors], timeout=scheduling_timeout_seconds())
 
     async def shutdown(self) -> None:
-        """End the processes, by request where they answer, else by force. Free their bundles."""
+        """Stop the processes, gracefully if they respond, and release their bundles."""
         await asyncio.to_thread(end_actors, self._actors)
         self._free_bundles()
 
     def kill(self) -> None:
-        """End the processes at once and free their bundles."""
+        """Kill the processes immediately and release their bundles."""
         for actor in self._actors:
             ray.kill(actor)
         self._free_bundles()
@@ -170,7 +170,7 @@ class RayLauncher:
         return ranks
 
     def start_engine(self, index: int, make_engine: MakeEngine) -> RayWrappedInferenceEngine:
-        """Start an engine process. It logs to `engine_<index>.log` of the run, with `_start_<number>` after a
+        """Start an engine process. It logs to `engine_<index>.log` of the run, with suffix `_start_<number>` after a
         restart."""
         if self._engines is None:
             self._engines = EngineBundles(self._cfg, self._shared)
@@ -205,13 +205,13 @@ def _warn_of_groups_across_nodes(ranks: RayRanks, setting: str, size: int) -> No
 
 
 class EngineBundles:
-    """CPU and GPUs of each engine.
+    """Reserved CPU and GPUs of each engine.
 
     Args:
         shared: on CUDA, the GPUs that workers and engines share.
 
     Raises:
-        WorkerError: the cluster could not give them in time.
+        WorkerError: the cluster could not provide them in time.
     """
 
     def __init__(self, cfg: SkyRLConfig, shared: PlacementGroup | None):
@@ -222,8 +222,8 @@ class EngineBundles:
         self._group, self._bundles = bundles_of_engines(cfg, shared)
 
     def options(self, index: int) -> dict[str, Any]:
-        """Return Ray's options for an engine. One of several GPUs that it shares with workers sees them by their
-        numbers: Ray can give a process a part of one GPU, or several whole ones, not parts of several."""
+        """Return Ray's options for an engine. An engine that shares several GPUs with workers selects them by number,
+        since Ray can assign a fraction of one GPU or several whole GPUs to a process, but not fractions of several."""
         shared_by_number = self._shared is not None and self._num_gpus > 1
         share = self._num_gpus if self._shared is None else 0 if shared_by_number else SHARE_OF_SHARED_GPU
         bundle, gpu_ids = self._gpus[index] if self._gpus else (self._bundles[index], [])
@@ -241,12 +241,12 @@ class EngineBundles:
 def actor_options(
     device: str, gpu_share: float, placement_group: PlacementGroup | None, bundle_index: int
 ) -> dict[str, object]:
-    """Return Ray's options for one process: a CPU, and on CUDA `gpu_share` of a GPU."""
+    """Return Ray's options for one process: one CPU, and on CUDA `gpu_share` of a GPU."""
     options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0}
     if device == "cuda":
         options |= {"num_gpus": gpu_share}
     if placement_group is not None:
-        options["num_cpus"] = min(1.0, gpu_share)  # a bundle has one, however many processes share it and GPUs it has
+        options["num_cpus"] = min(1.0, gpu_share)  # a bundle has one CPU, for any number of processes and GPUs
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             placement_group=placement_group, placement_group_bundle_index=bundle_index
         )
@@ -254,10 +254,10 @@ def actor_options(
 
 
 def reserve_shared_gpus(cfg: SkyRLConfig, timeout_seconds: float | None = None) -> PlacementGroup | None:
-    """Reserve the GPUs that workers and engines share. None: nothing is shared, or there are no GPUs.
+    """Reserve the GPUs that workers and engines share. None if nothing is shared or without GPUs.
 
     Raises:
-        WorkerError: the cluster could not give them in time.
+        WorkerError: the cluster could not provide them in time.
     """
     if not cfg.trainer.placement.colocate_all or cfg.trainer.placement.resolve_device() == "cpu":
         return None
@@ -267,12 +267,12 @@ def reserve_shared_gpus(cfg: SkyRLConfig, timeout_seconds: float | None = None) 
 
 
 def bundles_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> tuple[PlacementGroup | None, list[int]]:
-    """Return the placement group of the engines, and for each engine of one bundle the bundle that it takes: in a group
-    shared with workers that of the rank with its number, else one of a group of the engines' own. None on a CPU, where
-    an engine is one process without a reservation.
+    """Return the placement group of the engines, and the bundle of each single-bundle engine: in a group shared with
+    workers the bundle of the rank with its number, else a bundle of a separate group. None on CPU, where an engine is
+    one process without a reservation.
 
     Raises:
-        WorkerError: the cluster could not give them in time.
+        WorkerError: the cluster could not provide them in time.
     """
     if shared is not None:
         return shared, order_by_node(nodes_of_bundles(shared))
@@ -286,10 +286,10 @@ def bundles_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> tuple
 
 def gpus_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> list[tuple[int, list[str]]]:
     """Return for each engine that shares several GPUs with workers the bundle of its process and the numbers of its
-    GPUs on that node. Empty where engines share nothing, or one GPU each (Ray divides that itself).
+    GPUs on that node. Empty if engines share no GPUs, or one GPU each (which Ray divides).
 
     Raises:
-        WorkerError: the GPUs of an engine lie on several nodes.
+        WorkerError: the GPUs of an engine span several nodes.
     """
     size = cfg.generator.engine_world_size
     if shared is None or size == 1:
@@ -303,7 +303,7 @@ def gpus_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> list[tup
         ],
         timeout=scheduling_timeout_seconds(),
     )
-    node_order = list(dict.fromkeys(node for node, _ in where))  # as ranks take them
+    node_order = list(dict.fromkeys(node for node, _ in where))  # in the order of ranks
     order = sorted(
         range(shared.bundle_count), key=lambda bundle: (node_order.index(where[bundle][0]), where[bundle][1])
     )

@@ -1,8 +1,8 @@
-"""Schedule of the rows of a batch: data-parallel rank, mini-batch and micro-batch of each. Arithmetic on lengths.
+"""Schedule of the rows of a batch: data-parallel rank, mini-batch and micro-batch of each row, computed from lengths.
 
-A *data-parallel rank* is one process, or several that share each sequence. All of them compute the same number of
-micro-batches, because the ranks of a sharded model meet in every forward: one that runs out of rows divides a
-micro-batch in two or, if it has none to divide, computes a *dummy micro-batch* of weight 0.
+A *data-parallel rank* is one process, or several that share each sequence. All compute the same number of
+micro-batches, since the ranks of a sharded model synchronize in every forward: a rank without further rows splits a
+micro-batch in two or, if none can be split, computes a *dummy micro-batch* of weight 0.
 """
 
 import heapq
@@ -19,14 +19,15 @@ Unit = tuple[int, ...]
 
 
 class Schedule:
-    """Division of a batch over data-parallel ranks, mini-batches and micro-batches: every row is in one that counts.
+    """Division of a batch over data-parallel ranks, mini-batches and micro-batches. Every row is in exactly one
+    non-dummy micro-batch.
 
-    The forward-only pass (`whole`) and the training pass (`mini_batches`) take the same micro-batches, so they compute
+    The forward-only pass (`whole`) and the training pass (`mini_batches`) use the same micro-batches, so they compute
     the same bits.
 
     Attributes:
-        rows: [data-parallel rank] its rows of the batch, int64, mini-batch after mini-batch. A rank without any row
-            holds a copy of another's, for dummy micro-batches.
+        rows: [data-parallel rank] its rows of the batch, int64, ordered by mini-batch. A rank without rows has a copy
+            of another rank's row, for dummy micro-batches.
         mini_batches: [mini-batch][data-parallel rank] micro-batches; the same number on every rank.
     """
 
@@ -39,7 +40,7 @@ class Schedule:
     ):
         self.rows = rows
         self.mini_batches = mini_batches
-        self._num_own = num_own  # rows of each rank that are not copies for dummies; they come first
+        self._num_own = num_own  # rows of each rank that are not copies for dummies; these are first
         self._num_rows = num_rows
 
     @classmethod
@@ -58,16 +59,16 @@ class Schedule:
 
         Args:
             lengths: tokens of each row.
-            mini_batches: the rows of each mini-batch. Together they are every row once.
-            micro_batch_size: rows of a micro-batch. Ranks then take consecutive, nearly equal numbers of rows.
-            max_tokens: instead of `micro_batch_size`, the most tokens of a micro-batch (a longer unit stands alone).
-                Ranks then take nearly equal numbers of tokens.
-            unit: so many neighbouring rows of a mini-batch stay together (2 for preference pairs).
-            prefixes: of models that compute a prefix once for all rows of a micro-batch that begin with it. With
-                `max_tokens` such rows then go together, as far as that saves micro-batches, and it counts once.
+            mini_batches: the rows of each mini-batch. Together they contain every row once.
+            micro_batch_size: rows of a micro-batch. Ranks then get consecutive rows, in nearly equal numbers.
+            max_tokens: instead of `micro_batch_size`, the maximum tokens of a micro-batch (a longer unit forms its
+                own). Ranks then get nearly equal numbers of tokens.
+            unit: number of consecutive rows of a mini-batch that stay together (2 for preference pairs).
+            prefixes: prefix order, for models that compute a common prefix of a micro-batch's rows once. With
+                `max_tokens`, such rows are then grouped if that saves micro-batches, and the prefix counts once.
 
         Raises:
-            ValueError: the mini-batches are not every row once, or one is not made of whole units.
+            ValueError: the mini-batches do not contain every row once, or one has incomplete units.
         """
         if not lengths or sorted(row for rows in mini_batches for row in rows) != list(range(len(lengths))):
             raise ValueError(f"the mini-batches must hold each of {len(lengths)} rows (at least one) exactly once")
@@ -90,10 +91,10 @@ class Schedule:
 
     @classmethod
     def of_micro_batches(cls, by_rank: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int]) -> "Schedule":
-        """Return the schedule of given micro-batches, for a forward-only pass over some rows of a batch.
+        """Build the schedule of given micro-batches, for a forward-only pass over some rows of a batch.
 
         Args:
-            by_rank: [data-parallel rank][micro-batch] rows. Ranks that have fewer than others get dummies.
+            by_rank: [data-parallel rank][micro-batch] rows. Ranks with fewer micro-batches get dummies.
             lengths: tokens of each row of the batch.
         """
         most = max(map(len, by_rank))
@@ -106,8 +107,8 @@ class Schedule:
     def _from_bins(
         cls, bins: list[list[list[list[Unit]]]], lengths: Sequence[int], data_parallel_size: int
     ) -> "Schedule":
-        """Number the rows of each rank. `bins`: [mini-batch][data-parallel rank][micro-batch] units; none for a
-        dummy."""
+        """Build a schedule by numbering the rows of each rank. `bins`: [mini-batch][data-parallel rank][micro-batch]
+        units; empty for a dummy."""
         rows, num_own = [], []
         schedule: list[list[tuple[MicroBatch, ...]]] = [[] for _ in bins]
         all_units = [unit for by_rank in bins for micros in by_rank for micro in micros for unit in micro]
@@ -148,8 +149,8 @@ class Schedule:
         return [batch.rows(own) for own in self.rows]
 
     def gather(self, outputs: Sequence[TensorBatch], key: str) -> torch.Tensor:
-        """Concatenate the ranks' outputs `key`, one for each of their rows, in the order of the batch; 0 for its rows
-        that are in no micro-batch."""
+        """Concatenate the ranks' outputs `key`, one per row, in the order of the batch; 0 for rows that are in no
+        micro-batch."""
         pairs = zip(outputs, self._num_own, strict=True)
         by_rank = torch.cat([output.tensor(key)[:num_own] for output, num_own in pairs])
         rows = torch.cat([own[:num_own] for own, num_own in zip(self.rows, self._num_own, strict=True)])
@@ -174,7 +175,8 @@ def _split_consecutively(units: list[Unit], data_parallel_size: int) -> list[lis
 
 
 def _split_by_tokens(units: list[Unit], lengths: Sequence[int], data_parallel_size: int) -> list[list[Unit]]:
-    """Split into parts of nearly equal numbers of tokens: the longest unit first, each to the part that has least."""
+    """Split into parts with nearly equal numbers of tokens: longest unit first, each to the part with the fewest
+    tokens."""
     parts: list[list[Unit]] = [[] for _ in range(data_parallel_size)]
     loads = [(0, 0, rank) for rank in range(data_parallel_size)]  # tokens, units (rows may be empty), rank
     for unit in sorted(units, key=lambda unit: -_tokens(unit, lengths)):
@@ -189,7 +191,7 @@ def _chunk(units: list[Unit], size: int) -> list[list[Unit]]:
 
 
 def _pack(units: list[Unit], lengths: Sequence[int], max_tokens: int) -> list[list[Unit]]:
-    """Pack units into bins of at most `max_tokens`: each, longest first, into the first bin with enough space."""
+    """Pack units into bins of at most `max_tokens`: longest first, each into the first bin with enough space."""
     bins: list[list[Unit]] = []
     free: list[int] = []
     for unit in units:  # `_split_by_tokens` left them longest first
@@ -207,15 +209,15 @@ def _pack(units: list[Unit], lengths: Sequence[int], max_tokens: int) -> list[li
 def _pack_sharing(
     rows: Sequence[int], lengths: Sequence[int], prefixes: PrefixOrder, data_parallel_size: int, max_tokens: int
 ) -> list[list[list[Unit]]]:
-    """Pack rows in the order of their tokens, in which those that begin alike are consecutive: first for each rank
-    nearly equal numbers of tokens, then micro-batches of at most `max_tokens` (a longer row stands alone). What a row
-    shares with the one before it counts only where the two are apart.
+    """Pack rows in prefix order, in which rows with a common prefix are consecutive: first split into nearly equal
+    numbers of tokens per rank, then into micro-batches of at most `max_tokens` (a longer row forms its own). Tokens
+    shared with the previous row count only if the rows are separated.
 
     Returns: [data-parallel rank][micro-batch] units of one row.
     """
     chosen, ordered, own, shared = set(rows), [], [], 0
     for row in prefixes.rows:
-        # With the last chosen row it shares no more than each of those between them does with its neighbour.
+        # The prefix shared with the last chosen row is the shortest prefix shared by consecutive rows in between.
         shared = min(shared, prefixes.shared[row])
         if row in chosen:
             ordered.append(row)
@@ -225,7 +227,7 @@ def _pack_sharing(
     by_rank: list[list[list[Unit]]] = [[] for _ in range(data_parallel_size)]
     before, room, last_rank = 0, 0, -1
     for row, tokens in zip(ordered, own, strict=True):
-        # The middle of a row decides, so that the last rank gets no less than its part.
+        # Assigned by the middle of a row, so that the last rank does not get less than its part.
         rank = min(data_parallel_size - 1, int((before + tokens / 2) / part)) if part else 0
         if rank != last_rank or tokens > room:
             by_rank[rank].append([])
@@ -238,7 +240,7 @@ def _pack_sharing(
 
 
 def _equalize_counts(by_rank: list[list[list[Unit]]], lengths: Sequence[int]) -> list[list[list[Unit]]]:
-    """Give every rank the same number of micro-batches, at least one; an empty one stands for a dummy."""
+    """Give every rank the same number of micro-batches, at least one; an empty one represents a dummy."""
     most = max(1, *(len(micros) for micros in by_rank))
     for micros in by_rank:
         while len(micros) < most:

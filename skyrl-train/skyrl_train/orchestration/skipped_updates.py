@@ -1,5 +1,5 @@
-"""Optimizer steps skipped for a gradient that was not finite: counts, probable cause, and the limit of a row of
-them."""
+"""Optimizer steps skipped because of a non-finite gradient: counts, probable cause, and the limit of consecutive
+skips."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -28,10 +28,10 @@ class SkippedUpdates:
     """Counter of one model's skipped optimizer steps.
 
     Args:
-        name: the model, in errors.
-        section: of its metrics.
+        name: name of the model, for errors.
+        section: metric section.
         limit: `trainer.max_consecutive_skipped_updates`; None for no limit.
-        estimator, loss: the settings of those names, for the text of an error.
+        estimator, loss: values of these settings, for error messages.
     """
 
     def __init__(self, name: str, section: str, limit: int | None, *, estimator: str, loss: str):
@@ -48,14 +48,14 @@ class SkippedUpdates:
         return {"num_in_a_row": self._num_in_a_row, "num_applied": self._num_applied}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Restore the counts that `state` returned."""
+        """Restore the counts returned by `state`."""
         self._num_in_a_row, self._num_applied = state["num_in_a_row"], state["num_applied"]
 
     def count(self, update: UpdateResult, batch: TrainingInputBatch, *, is_last_step: bool) -> dict[str, float]:
-        """Count the optimizer steps of one training step. Returns: metrics.
+        """Count the optimizer steps of one training step. Returns metrics.
 
         Raises:
-            NonFiniteUpdateError: as many in a row as the limit allows were skipped, or the run ends without an update.
+            NonFiniteUpdateError: the limit of consecutive skips was reached, or the run ends without an update.
         """
         num_skipped, longest = 0, self._num_in_a_row
         for step in update.steps:
@@ -80,7 +80,7 @@ class SkippedUpdates:
         logger.warning(f"{num_skipped} optimizer steps of the {self._name} were skipped {why}")
 
     def _not_finite(self, update: UpdateResult, batch: TrainingInputBatch) -> str:
-        """Name the earliest columns or losses that are not finite: later ones only follow from them."""
+        """Name the earliest non-finite columns or losses: later ones are consequences."""
         columns = [
             text.format(estimator=self._estimator)
             for name, text in _COLUMNS.items()
@@ -99,7 +99,7 @@ class SkippedUpdates:
 
 
 def skipped_updates(name: str, cfg: SkyRLConfig, *, section: str | None = None) -> SkippedUpdates:
-    """Make a counter from the settings. Args: `section` of its metrics, by default the model's name."""
+    """Create a counter from the settings. Args: metric `section`, by default the model's name."""
     algorithm = cfg.trainer.algorithm
     return SkippedUpdates(
         name,
@@ -116,7 +116,7 @@ def _is_finite(batch: TrainingInputBatch, name: str) -> bool:
 
 
 def _names_not_finite(sums: Iterable[dict[str, float]]) -> Sequence[str]:
-    """Return the parts of the loss that are not finite, without their sum."""
+    """Return the names of non-finite loss components, without their sum."""
     names = {
         key.removeprefix("loss/")
         for of_rank in sums

@@ -1,4 +1,4 @@
-"""Metrics of a training step from the sums that its workers counted."""
+"""Metrics of a training step, from the sums counted by its workers."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ def step_metrics(
 ) -> dict[str, float]:
     """Compute means over the optimizer steps of a training step, under `<name>/`.
 
-    Parts of the loss are sums over a mini-batch, other numbers means over its tokens (those of the loss function under
-    `<name>/loss_metrics/`), maxima are over all steps.
+    Loss components are sums over a mini-batch, other numbers are means over its tokens (metrics of the loss function
+    under `<name>/loss_metrics/`), maxima are over all steps.
 
     Args:
         losses: [optimizer step][data-parallel rank] metric sums.
@@ -47,16 +47,16 @@ def step_metrics(
 
 
 def first_ratio_metrics(ranks: Sequence[MetricSums], tolerance: float) -> dict[str, float]:
-    """Compute the largest deviation of a token's probability ratio from 1 in a training step's first optimizer step,
-    and raise an alarm where it is more than rounding: no weight had changed before.
+    """Compute the largest deviation of a token's probability ratio from 1 in the first optimizer step of a training
+    step, and raise an alarm if it exceeds rounding, since no weight had changed before.
 
     Args:
-        ranks: metric sums of that optimizer step.
+        ranks: metric sums of the first optimizer step.
         tolerance: `trainer.algorithm.first_ratio_tolerance`.
     """
     deviations = [sums.get("max/ratio_deviation", 0.0) for sums in ranks]
-    deviation = math.nan if any(map(math.isnan, deviations)) else max(deviations)  # max() may pass over NaN
-    is_off = not deviation <= tolerance  # NaN is off, too
+    deviation = math.nan if any(map(math.isnan, deviations)) else max(deviations)  # max() may ignore NaN
+    is_off = not deviation <= tolerance  # NaN is off as well
     if is_off:
         logger.warning(
             f"ALARM: before the first update of this step, the probability ratio of a token differs from 1 by "

@@ -1,10 +1,11 @@
-"""Weight sync from the policy to the engines: order of its steps, and recovery if an engine dies meanwhile.
+"""Weight sync from the policy to the engines: sequence of operations, and recovery from engine crashes.
 
     stage (files, deltas)  ->  pause generation  ->  send, compare fingerprints  ->  resume  ->  compare log-probs
 
-The policy's log-probs are computed beside the engines', or where it leaves their device, before the pause.
+The policy's log-probs are computed concurrently with the engines', or before the pause if the policy is offloaded from
+their device.
 
-`weight_sync` has the transports, `policy_worker` the policy's side.
+`weight_sync` has the transports, `policy_worker` the trainer's side.
 """
 
 import asyncio
@@ -45,9 +46,9 @@ class WeightPublisher:
     """Sender of the policy's weights to all engines, with verification.
 
     Args:
-        policy: the workers that hold the weights.
+        policy: the workers of the policy.
         client: the engines.
-        colocation: moves engines and workers on the shared device; engines are awake for weights when they are sent.
+        colocation: moves engines and workers on the shared device; the engines' weights are awake during the send.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class WeightPublisher:
         self._adapters_alone = cfg.generator.weight_sync_strategy == "adapter"
         asynchronous = cfg.trainer.fully_async
         self._kv_after_sync = asynchronous.kv_after_sync
-        # A request that is continued from its tokens is computed anew up to the last of them.
+        # A request that continues from its tokens recomputes their KV cache.
         self._pause: PauseMode = "abort" if self._kv_after_sync == "recompute" else cfg.pause_at_sync
         self._connected = self._stages = False
         self._version = 0
@@ -74,7 +75,7 @@ class WeightPublisher:
         self._infos: list[EngineInfo] = []
         self._compares = False
         self._expected: LogProbs | None = None
-        """Log-probs of the policy, computed before it left the device; None: it stays beside the engines."""
+        """Log-probs of the policy, computed before it was offloaded; None: it stays on the device with the engines."""
         self.fingerprints: Mapping[str, int] = {}
         """Fingerprints of the tensors of the last sync; none without verification."""
         formats = (cfg.generator.model_dtype, "bfloat16" if cfg.trainer.bf16 else "float32")
@@ -87,14 +88,14 @@ class WeightPublisher:
             client.lora_name = ADAPTER
 
     async def publish(self, version: int) -> dict[str, float]:
-        """Sync the policy's weights to all engines as `version` and verify them. An engine that dies meanwhile is
-        restarted and the sync repeated, as often as `generator.max_engine_restarts` allows.
+        """Sync the policy's weights to all engines as `version` and verify them. If an engine crashes meanwhile, it is
+        restarted and the sync repeated, up to `generator.max_engine_restarts` times.
 
-        Returns: metrics, among them `seconds`.
+        Returns: metrics, including `seconds`.
 
         Raises:
-            WeightSyncError: an engine does not hold the policy's weights.
-            WorkerError: an engine died once too often, or a worker did.
+            WeightSyncError: an engine has other weights than the policy.
+            WorkerError: an engine exceeded its restarts, or a worker crashed.
         """
         start = time.monotonic()
         while True:
@@ -107,14 +108,14 @@ class WeightPublisher:
             except (WorkerError, WeightSyncError) as error:
                 self._connected = False
                 if not await self._recovered():
-                    raise  # no engine died: the error has another cause
+                    raise  # no engine crashed: the error has another cause
                 logger.warning(f"the weights of version {version} are sent again: {_first_line(error)}")
                 await self._colocation.onload("policy")
         self._num_published += 1
         return metrics | {"seconds": time.monotonic() - start}
 
     async def _recovered(self) -> bool:
-        """Recover from engines that died. Returns: True if one had, and runs again."""
+        """Recover from engine crashes. Return True if an engine had crashed and runs again."""
         any_died = False
 
         async def wait_until_healthy() -> None:
@@ -147,7 +148,8 @@ class WeightPublisher:
         return metrics | {"pause_seconds": time.monotonic() - paused}
 
     async def _compare_log_probs(self) -> dict[str, float]:
-        """Compare the log-probs of fixed tokens, in syncs where that is due. Raises WeightSyncError if they differ."""
+        """Compare the log-probs of fixed tokens in syncs where the check is due. Raises WeightSyncError if they
+        differ."""
         if not self._compares:
             return {}
         of_policy = self._log_probs_of_policy() if self._expected is None else _ready(self._expected)
@@ -189,7 +191,7 @@ class WeightPublisher:
         init_infos = init_infos_for(
             routes,
             infos,
-            # NCCL takes no two processes on one GPU, and here they share some.
+            # NCCL does not support two processes on one GPU, and here they share GPUs.
             backend="gloo" if placement.colocate_all else generator.weight_sync_backend,
             master_address=address,
             master_port=port,
@@ -218,8 +220,8 @@ class WeightPublisher:
         return await self._colocation.start_engine(start_and_wait)
 
     async def _give_weights(self, index: int) -> None:
-        """Send the current version to engine `index`, which was restarted. Where workers are on the device, the next
-        sync does."""
+        """Send the current version to the restarted engine `index`. If workers are on the device, the next sync sends
+        it."""
         async with self._lock:
             self._connected = False  # the next sync connects to all of them again
             if not self._cfg.trainer.placement.colocate_all:
@@ -237,7 +239,7 @@ class WeightPublisher:
         places = await self._policy.call_all(PolicyWorker.place)
         strategy: Strategy = "checkpoint"
         if self._cfg.generator.run_engines_locally:
-            # Not through a GPU's memory: between syncs it may belong to the engines.
+            # Not through GPU memory: between syncs it may belong to the engines.
             is_near = any(place.node == infos[index].node for place in places)
             strategy = "shared_memory" if is_near else "broadcast"
         await self._connect_to([engine], [infos[index]], places, strategy)
@@ -252,7 +254,8 @@ class WeightPublisher:
         return LoraLoadRequest(name=ADAPTER, path=str(folder), version=self._version)
 
     async def _load_adapters(self, expected: dict[str, int]) -> dict[str, float]:
-        """Load the files of `write_adapters` in every engine. Raises WeightSyncError if one holds something else."""
+        """Load the files of `write_adapters` in every engine. Raises WeightSyncError if an engine loaded other
+        weights."""
         reports = await asyncio.gather(*(engine.load_lora(self._adapter()) for engine in self._client.engines))
         for index, report in enumerate(reports):
             wrong = differences(expected, report.fingerprints)

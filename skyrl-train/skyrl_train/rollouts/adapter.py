@@ -1,4 +1,4 @@
-"""The public border: `GeneratorOutput`, columns of parallel lists, to trajectory groups and back."""
+"""Conversion between `GeneratorOutput` (the public format: columns of parallel lists) and trajectory groups."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -18,11 +18,11 @@ from skyrl_train.rollouts.types import (
 
 
 class GeneratorOutput(TypedDict):
-    """B trajectories, in the order of the input. With `is_last_step`: B turns of them, in the same order and in that of
-    the turns.
+    """Output of a generator: B trajectories in the order of the input. With `is_last_step`, the rows are turns of B
+    trajectories, in the order of the input and, within a trajectory, of the turns.
 
     `response_ids` is everything after the prompt (what the model and the environment wrote); `loss_masks` is 1 on the
-    tokens the model wrote. Rewards are one float a trajectory, or one a response token.
+    tokens the model wrote. Rewards are one float per trajectory, or one per response token.
     """
 
     prompt_token_ids: list[list[int]]
@@ -47,15 +47,15 @@ class GeneratorOutput(TypedDict):
 
 
 def to_rollout_batch(output: GeneratorOutput, prompts: Sequence[TrajectoryID]) -> RolloutBatch:
-    """Return a generator's columns as groups.
+    """Convert a generator's columns to trajectory groups.
 
     Args:
-        prompts: the sample asked for in each place of the input; the instance names the prompt.
+        prompts: the sample requested at each position of the input; the instance id identifies the prompt.
 
     Raises:
-        RuntimeError: there is no response at all.
-        ValueError: lists that belong together differ in length, rows of one trajectory do not stand together, or there
-            are not as many trajectories as prompts.
+        RuntimeError: there are no responses.
+        ValueError: parallel lists differ in length, rows of a trajectory are not consecutive, or the number of
+            trajectories differs from the number of prompts.
     """
     _check_columns(output, len(prompts))
     failures = output.get("failures") or [None] * len(output["response_ids"])
@@ -76,7 +76,7 @@ def to_rollout_batch(output: GeneratorOutput, prompts: Sequence[TrajectoryID]) -
 
 
 def to_generator_output(batch: RolloutBatch) -> GeneratorOutput:
-    """Return groups as the columns that users' code reads."""
+    """Convert trajectory groups to the columns that user code reads."""
     rows = list(batch.rows())
     samples = [sample for *_, sample in rows]
     is_step_wise = any(trajectory.is_step_wise for _, trajectory, _ in rows)
@@ -145,7 +145,7 @@ def _check_columns(output: GeneratorOutput, num_prompts: int) -> None:
 
 
 def _check_steps(output: GeneratorOutput) -> None:
-    """Check that the rows of a trajectory stand together, and that `is_last_step` is True on the last."""
+    """Check that the rows of a trajectory are consecutive, and that `is_last_step` is True on the last."""
     last_steps, ids = output.get("is_last_step"), output.get("trajectory_ids")
     if last_steps is None:
         return
@@ -190,7 +190,7 @@ def _check_token_columns(output: GeneratorOutput) -> None:
 
 
 def concatenate_generator_outputs(generator_outputs: Sequence[GeneratorOutput]) -> GeneratorOutput:
-    """Return several outputs as one, in their order; their metrics as `metrics.concatenate` joins them."""
+    """Concatenate several outputs in order; metrics are combined by `metrics.concatenate`."""
     batches = [to_rollout_batch(output, _own_ids(output)) for output in generator_outputs]
     return to_generator_output(concatenate(batches))
 
@@ -202,7 +202,7 @@ def get_metrics_from_generator_output(generator_output: GeneratorOutput, uids: S
         uids: the prompt of each row.
 
     Raises:
-        ValueError: no rows, or not one uid for each.
+        ValueError: no rows, or a number of uids other than one per row.
     """
     rewards = generator_output["rewards"]
     if len(rewards) != len(uids):
@@ -214,12 +214,13 @@ def get_metrics_from_generator_output(generator_output: GeneratorOutput, uids: S
 
 
 def validate_generator_output(num_prompts: int, generator_output: GeneratorOutput) -> None:
-    """Check that the columns fit together and the number of prompts; raises as `to_rollout_batch`."""
+    """Check that the columns are consistent and match the number of prompts. Raises the errors of
+    `to_rollout_batch`."""
     _check_columns(generator_output, num_prompts)
 
 
 def _own_ids(output: GeneratorOutput) -> list[TrajectoryID]:
-    """Return an id for each trajectory of an output that may name none."""
+    """Return an id for each trajectory, generated where the output has no ids."""
     ids = output.get("trajectory_ids")
     rows = list(_rows_of_trajectories(output))
     return [TrajectoryID(str(number), 0) if ids is None else ids[own[-1]] for number, own in enumerate(rows)]

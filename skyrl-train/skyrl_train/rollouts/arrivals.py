@@ -1,4 +1,4 @@
-"""Groups of a step that are finished while others are generated, and the places that they will have in its batch."""
+"""Positions of finished groups in the batch of a step while other groups are still generated."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -11,7 +11,7 @@ class Arrivals:
     """Finished groups of a synchronous step.
 
     Args:
-        sampling: `trainer.algorithm.dynamic_sampling.type`, which decides on the places.
+        sampling: `trainer.algorithm.dynamic_sampling.type`, which determines the positions.
     """
 
     def __init__(self, sampling: Literal["filter", "replace"] | None):
@@ -21,22 +21,23 @@ class Arrivals:
         self._leaves: set[str] = set()  # prompts that dynamic sampling leaves out
 
     def request(self, uids: Sequence[str]) -> None:
-        """Note that these prompts are generated: the batch, or with dynamic sampling further ones."""
+        """Record the requested prompts: the batch, or further prompts of dynamic sampling."""
         if self._sampling == "replace":  # takes all groups of one request, the last
             self._requested.clear()
         self._requested += uids
 
     def add(self, group: TrajectoryGroup) -> None:
-        """Note that a group is finished."""
+        """Record a finished group."""
         self._finished[group.uid] = group
         if self._sampling is not None and not is_informative(group):
             self._leaves.add(group.uid)
 
     def places(self, num_prompts: int) -> dict[int, TrajectoryGroup]:
-        """Return the groups whose places are known: those of their prompts, less what dynamic sampling leaves out.
+        """Return the finished groups whose position in the batch is known: the position of the prompt, adjusted for
+        groups that dynamic sampling leaves out.
 
         Args:
-            num_prompts: of the batch.
+            num_prompts: number of prompts of the batch.
         """
         if self._sampling != "filter":  # `replace` puts copies into the places of those that it leaves out
             known = enumerate(self._requested)

@@ -1,4 +1,4 @@
-"""Metrics of asynchronous training: ages of groups and tokens, and how busy both sides were."""
+"""Metrics of asynchronous training: staleness of groups and tokens, utilisation of generation and training."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ def group_metrics(
     """Compute metrics of the groups of a training step.
 
     Args:
-        trained_version: of the policy that trains on them.
+        trained_version: weight version of the policy that trains on them.
         bound: `max_staleness_steps`.
-        keeps_cache: requests go on over a weight sync with the keys and values of the weights before.
+        keeps_cache: requests continue across a weight sync with the KV cache of the previous weights.
 
     Returns:
         under `async/`: `staleness_{mean,max,min}` in steps, of each group's oldest token; `staleness_ratio`, the
-        share of groups above 0; `staleness_violation_count`, groups above `bound`; `staleness_<n>` for n from 0 to
-        `bound`, the share of each; `versions_per_trajectory_{mean,max}`; `stale_token_share`, of generated
-        tokens older than `bound` (which are not trained); `interrupted_token_share`, of generated tokens
-        that were generated after a weight sync within their turn; `mixed_cache_token_share`, those of them that were
-        generated with keys and values of other weights; `group_seconds_{mean,max}`.
+        fraction of groups above 0; `staleness_violation_count`, groups above `bound`; `staleness_<n>` for n from 0 to
+        `bound`, the fraction of groups with staleness n; `versions_per_trajectory_{mean,max}`; `stale_token_share`, the
+        fraction of generated tokens older than `bound` (which are not trained); `interrupted_token_share`, the fraction
+        of tokens generated after a weight sync within their turn; `mixed_cache_token_share`, the fraction of tokens
+        generated with a KV cache of other weights; `group_seconds_{mean,max}`.
     """
     ages = [trained_version - group.oldest_version for group in groups]
     shares = Counter(ages)
@@ -59,15 +59,15 @@ def pool_metrics(
     """Compute metrics of the pool since the last step.
 
     Args:
-        num_trained: groups of the step.
+        num_trained: number of groups that the step trained.
         max_running: number of groups that may be generated at once.
-        waited, step: seconds for which the trainer waited for groups, and of the whole step.
+        waited, step: seconds that the trainer waited for groups, and duration of the step in seconds.
 
     Returns:
-        under `async/`: counts of groups that failed, were filtered or became stale; `keep_rate`, the share of groups
-        that were trained; `trainer_utilisation`, the share of the step in which it did not wait for groups;
-        `generation_utilisation`, the share of time in which any group was generated; `running_groups_mean` and the
-        share of `max_running` that this is, `slot_utilisation`.
+        under `async/`: counts of groups that failed, were filtered or became stale; `keep_rate`, the fraction of groups
+        that were trained; `trainer_utilisation`, the fraction of the step not spent waiting for groups;
+        `generation_utilisation`, the fraction of time in which any group was generated; `running_groups_mean`;
+        `slot_utilisation`, which is `running_groups_mean` divided by `max_running`.
     """
     num_dropped = counts.num_failed + counts.num_filtered + counts.num_stale
     running = counts.running_seconds / max(counts.wall_seconds, 1e-9)
@@ -85,11 +85,11 @@ def pool_metrics(
 
 
 def _num_interrupted(sample: TrainingSample) -> int:
-    """Count the tokens whose weights are not those of the first token of their turn."""
+    """Count the tokens whose weight version differs from the first token of their turn."""
     count, first = 0, NO_VERSION
     for version in sample.weight_versions or []:
         if version == NO_VERSION or first == NO_VERSION:
-            first = version  # the next generated token begins a turn
+            first = version  # the next generated token starts a turn
         elif version != first:
             count += 1
     return count

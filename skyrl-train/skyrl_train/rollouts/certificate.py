@@ -1,5 +1,5 @@
-"""Token certificates: which trained tokens of a trajectory are exactly those that the model drew, and why others are
-not. Checks training samples against the answers as they were recorded, whichever way the samples were made of them."""
+"""Token certificates: which trained tokens of a trajectory are exactly the sampled tokens, and why others are not.
+Compares training samples with the recorded completions, independent of how the samples were built."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DrawnAnswer(Protocol):
-    """One answer as it was drawn: the prompt it followed, its tokens and their log-probs."""
+    """One sampled completion: its prompt, its tokens and their log-probs."""
 
     @property
     def prompt_ids(self) -> list[int]: ...
@@ -27,7 +27,7 @@ class DrawnAnswer(Protocol):
 
 @dataclass(frozen=True)
 class Branch:
-    """Place of a row in the tree of a trajectory's rows."""
+    """Position of a row in the tree of a trajectory's rows."""
 
     parent: int | None
     """Earlier row that it has most tokens in common with; None if there is none."""
@@ -37,7 +37,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class TokenCertificate:
-    """Account of a trajectory's tokens."""
+    """Token-exactness certificate of a trajectory."""
 
     num_drawn: int
     """Tokens of all answers, those that nobody used included."""
@@ -55,11 +55,11 @@ class TokenCertificate:
 
     @property
     def exact_share(self) -> float:
-        """Share of trained tokens that are exact; 1 of none."""
+        """Fraction of trained tokens that are exact; 1 if no token trains."""
         return self.num_exact / self.num_trained if self.num_trained else 1.0
 
     def to_json(self) -> dict[str, object]:
-        """Return the entry of a trajectory's record."""
+        """Return the certificate as JSON values for the trajectory's record."""
         return {
             "drawn": self.num_drawn,
             "trained": self.num_trained,
@@ -71,7 +71,8 @@ class TokenCertificate:
 
 
 def token_tree(samples: Sequence["TrainingSample"]) -> list[Branch]:
-    """Return the place of each row in the tree: where rows begin alike, a later one branches off an earlier one."""
+    """Return the position of each row in the tree: rows with a common beginning form branches, a later row branching
+    off an earlier one."""
     rows = [np.asarray(sample.prompt_ids + sample.response_ids) for sample in samples]
     branches: list[Branch] = []
     for number, row in enumerate(rows):
@@ -89,11 +90,11 @@ def certify(
     not_trained: Mapping[str, int] | None = None,
     new_rows: Mapping[str, int] | None = None,
 ) -> TokenCertificate:
-    """Compare samples with the answers that they were made of.
+    """Compare samples with the completions that they were built from.
 
     Args:
-        num_drawn: tokens of all answers, unused ones too; None: of `answers`.
-        not_trained: known reasons, for answers that are not among `answers` or that the loss leaves out.
+        num_drawn: number of sampled tokens, including unused completions; None: the tokens of `answers`.
+        not_trained: known reasons for completions that are not in `answers` or that are excluded from the loss.
     """
     of_answers = sum(len(answer.response_ids) for answer in answers)
     num_trained = sum(sum(map(bool, sample.loss_mask)) for sample in samples)
@@ -115,8 +116,8 @@ def certify(
 
 
 def certificate_metrics(certificates: Sequence[TokenCertificate]) -> dict[str, float]:
-    """Compute `tokens/exact_share` of the trained tokens, `tokens/trained_share` of the drawn ones, rows of a
-    trajectory, and the counts of each reason."""
+    """Compute `tokens/exact_share` of the trained tokens, `tokens/trained_share` of the sampled tokens, rows per
+    trajectory, and the count of each reason."""
     if not certificates:
         return {}
     drawn, trained, exact = (
@@ -136,7 +137,7 @@ def certificate_metrics(certificates: Sequence[TokenCertificate]) -> dict[str, f
 
 
 def _count(answer: DrawnAnswer, samples: Sequence["TrainingSample"], counts: list[np.ndarray]) -> None:
-    """Add 1 to each token of a sample that is this answer's, in the first sample where its tokens train."""
+    """Add 1 to each token of a sample that belongs to this completion, in the first sample where its tokens train."""
     for sample, count in zip(samples, counts, strict=True):
         start = len(answer.prompt_ids) - len(sample.prompt_ids)
         end = start + len(answer.response_ids)

@@ -1,4 +1,4 @@
-"""Trajectory groups to the tensors of a training step."""
+"""Conversion of trajectory groups to the tensors of a training step."""
 
 from typing import TYPE_CHECKING
 
@@ -24,23 +24,22 @@ def collate(
     with_routes: bool = False,
     with_kept_tokens: bool = False,
 ) -> TrainingInputBatch:
-    """Return trajectories (or their turns) as padded tensors.
+    """Collate trajectories (or their turns) into padded tensors.
 
     Args:
-        step: of the run, for errors.
-        with_routes: add the engines' routes of the tokens as `expert_routes` [B, T, L, k].
-        with_kept_tokens: add the tokens that truncation kept as `kept_counts` [B, R] and `kept_ids` [B, M].
+        step: training step, for error messages.
+        with_routes: add the experts selected by the engines as `expert_routes` [B, T, L, k].
+        with_kept_tokens: add the tokens kept by truncated sampling as `kept_counts` [B, R] and `kept_ids` [B, M].
 
     Returns:
         `sequences`, masks, `rewards`, `rollout_logprobs` and `weight_versions` ([B, R] int32, -1 on tokens that the
-        model did not generate or whose version is not known); metadata `uids`, `response_length`, `valid` (False for a
+        model did not generate or with an unknown version); metadata `uids`, `response_length`, `valid` (False for a
         failed rollout). Where a row is a turn: metadata `trajectory_ids`, and the column `is_last_step` [B] bool.
 
     Raises:
         AllRolloutsFailedError: every rollout failed.
-        ValueError: some samples have log-probs and some have none, some trajectories are step-wise and some not, or a
-            token that trains has no route although `with_routes`, or is not among its kept tokens although
-            `with_kept_tokens`.
+        ValueError: samples with and without log-probs, or step-wise and other trajectories, are mixed; or a trained
+            token has no route (`with_routes`) or is not among its kept tokens (`with_kept_tokens`).
     """
     check_not_all_failed(batch.trajectories, f"step {step} failed, so there is nothing to learn from")
     rows = list(batch.rows())
@@ -91,7 +90,8 @@ def collate(
 
 
 def kept_token_metrics(batch: TrainingInputBatch) -> dict[str, float]:
-    """Compute mean and maximum of the number of kept tokens, over the tokens that train; {} without replay."""
+    """Compute mean and maximum of the number of kept tokens over the trained tokens; empty without sampling mask
+    replay."""
     if batch.get("kept_counts") is None:
         return {}
     counts = batch.tensor("kept_counts")[batch.tensor("loss_mask") != 0].double()
@@ -101,7 +101,8 @@ def kept_token_metrics(batch: TrainingInputBatch) -> dict[str, float]:
 
 
 def _check_routes(sample: TrainingSample, uid: str) -> None:
-    """Raise ValueError unless every token that trains was predicted by a position with a route, and all before it."""
+    """Raise ValueError unless each trained token, and all tokens before it, were predicted at a position with a
+    route."""
     last = max((index for index, mask in enumerate(sample.loss_mask) if mask), default=None)
     if last is None:
         return
@@ -115,8 +116,8 @@ def _check_routes(sample: TrainingSample, uid: str) -> None:
 
 
 def _check_kept_tokens(sample: TrainingSample, uid: str) -> None:
-    """Raise ValueError unless every token that trains was drawn from its own kept tokens: sets of other places, or of
-    another request, seldom have all of them."""
+    """Raise ValueError unless each trained token is among its kept tokens. This detects shifted sets and sets of other
+    requests, which rarely contain all sampled tokens."""
     setting = f"trainer.policy.sampling_mask_replay=true: a sample of prompt {uid!r}"
     trains = np.asarray(sample.loss_mask) != 0
     if not trains.any():

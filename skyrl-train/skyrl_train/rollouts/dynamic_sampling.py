@@ -1,8 +1,8 @@
-"""Dynamic sampling: batches of prompts are sampled until one is full of prompts whose answers differ in reward (DAPO,
-https://arxiv.org/abs/2503.14476, section 3.2).
+"""Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476, section 3.2): sample prompts until a batch is full of
+prompts whose responses differ in reward.
 
-Which groups are informative is decided in `filters`. Nothing of it outlives a step: groups that were sampled and not
-used are counted and dropped.
+`filters` decides which groups are informative. No state is kept between steps: groups that are sampled but not used are
+counted and dropped.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,13 +33,13 @@ async def sample_batch(
 
     Args:
         settings: `trainer.algorithm.dynamic_sampling`, with a type.
-        request: samples one more batch of prompts; gets the number of batches sampled before.
-        num_prompts: of a full batch.
-        generator: of the draws of `replace`.
+        request: samples one more batch of prompts; receives the number of batches sampled so far.
+        num_prompts: number of prompts of a full batch.
+        generator: random generator for type `replace`.
 
     Returns:
-        The groups to train on. `generate/` metrics are of these groups, but failures and retries, which are counted
-        over all that was sampled; metrics of the sampling itself are added.
+        The groups to train on. `generate/` metrics cover these groups, except failures and retries, which are counted
+        over all sampled groups; metrics of dynamic sampling are added.
 
     Raises:
         SkyRLError: `max_sample_batches` batches did not fill one.
@@ -77,8 +77,8 @@ async def sample_batch(
 
 
 def with_unique_uids(prompts: Sequence[PromptRow], seen: set[str]) -> list[PromptRow]:
-    """Return the prompts, with another uid where one was seen before in this step: a prompt that comes again (when an
-    epoch ends within the step) is another group, with answers of its own. Adds the uids to `seen`."""
+    """Return the prompts with unique uids, and add these to `seen`. A prompt that occurs again in a step (when an epoch
+    ends within it) is a separate group with separate samples."""
     rows = []
     for row in prompts:
         uid, number = row["uid"], 1
@@ -91,13 +91,13 @@ def with_unique_uids(prompts: Sequence[PromptRow], seen: set[str]) -> list[Promp
 
 
 def _replaced(groups: Sequence[TrajectoryGroup], sources: Sequence[int]) -> list[TrajectoryGroup]:
-    """Return the groups with `sources[place]` in each place, under the uid of the place: a copy is a group of its own,
-    so its advantages are those of the original, and there are as many prompts as before."""
+    """Return the groups with `sources[place]` at each position, under the uid of the position: a copy counts as a
+    separate group, so its advantages equal the original's and the number of prompts is unchanged."""
     return [with_uid(groups[source], group.uid) for group, source in zip(groups, sources, strict=True)]
 
 
 class _Tally:
-    """Counts of what was sampled for one step."""
+    """Counts of the groups sampled for one step."""
 
     def __init__(self) -> None:
         self.num_batches = self.num_prompts = self.num_informative = self.last_informative = 0
@@ -123,7 +123,7 @@ class _Tally:
                 self._counts[name] = self._counts.get(name, 0.0) + value
 
     def metrics(self, num_used: int) -> dict[str, float]:
-        """`num_used`: informative prompts that are trained on."""
+        """Return the metrics of the sampling; `num_used` is the number of informative prompts that are trained on."""
         scores = {"reward/avg_raw_reward_of_all_sampled": self._reward / self._num_scored} if self._num_scored else {}
         return (
             self._counts

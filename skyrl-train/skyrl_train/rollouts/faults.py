@@ -1,5 +1,5 @@
-"""Faults of a generator in single trajectories: named, and recorded on them as failures, so that they train nothing and
-the batch goes on. Meant for users' own generators, judges and remote engines."""
+"""Detection of faulty generator output: a trajectory that breaks a rule is recorded as failed, so that it does not
+train and the batch continues. Intended for custom generators, graders and remote engines."""
 
 import contextlib
 import math
@@ -24,13 +24,13 @@ TEMPLATE_TOKENS = 16
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """The most tokens of the samples of a batch: a longer one could cost the whole step its memory.
+    """Maximum token counts of the samples of a batch. A longer sample could exhaust the memory of a whole step.
 
     Args:
-        max_input_length: of a prompt.
-        max_generate_length: of one answer.
-        one_answer_a_sample: every response is one answer. Otherwise a response is a conversation, which may be as long
-            as the last turn's input and its answer.
+        max_input_length: maximum tokens of a prompt.
+        max_generate_length: maximum tokens of one completion.
+        one_answer_a_sample: every response is one completion. Otherwise a response is a conversation, which may be as
+            long as the input of the last turn plus its completion.
     """
 
     max_input_length: int
@@ -39,11 +39,11 @@ class LengthLimits:
 
     @classmethod
     def of(cls, generator: "GeneratorConfig", sampling: "SamplingParams") -> "LengthLimits | None":
-        """Return the limits that `generator` declares; None for agents (a task file, a harness), which have limits of
-        their own.
+        """Return the limits from the settings of `generator`; None for agents (a task file, a harness), which have
+        separate limits.
 
         Args:
-            sampling: its `sampling_params` or its `eval_sampling_params`.
+            sampling: `generator.sampling_params` or `generator.eval_sampling_params`.
         """
         if not generator.uses_environments:
             return None
@@ -55,14 +55,14 @@ class LengthLimits:
         )
 
     def max_response_length(self, num_prompt_tokens: int) -> int:
-        """Return the most tokens of a response to a prompt of so many."""
+        """Return the maximum number of response tokens for a prompt of this length."""
         longest_answer = self.max_generate_length + TEMPLATE_TOKENS
         if self.one_answer_a_sample:
             return longest_answer
         return max(0, self.max_input_length - num_prompt_tokens) + longest_answer
 
     def broken_rule(self, num_prompt_tokens: int, num_response_tokens: int) -> str | None:
-        """Return in words which limit a sample of so many tokens is over."""
+        """Describe the limit that a sample of these lengths exceeds."""
         if num_prompt_tokens > self.max_input_length:
             return f"has a prompt of {num_prompt_tokens} tokens; generator.max_input_length is {self.max_input_length}"
         if num_response_tokens <= self.max_response_length(num_prompt_tokens):
@@ -74,10 +74,8 @@ class LengthLimits:
 
 
 def record_faults(batch: RolloutBatch, limits: LengthLimits | None = None) -> RolloutBatch:
-    """Turn trajectories that break a rule into failed ones, cut to the limits. The rules: a prompt and a response have
-    tokens, rewards and log-probs are finite numbers, and the limits hold. Trajectories that have failed already keep
-    their failure.
-    """
+    """Mark trajectories that break a rule as failed, truncated to the limits. Rules: prompt and response are not empty,
+    rewards and log-probs are finite, and the limits hold. Trajectories that already failed keep their failure."""
     checked = map_trajectories(batch, lambda trajectory: _checked(trajectory, limits))
     before, after = batch.trajectories, checked.trajectories
     broken = [new for old, new in zip(before, after, strict=True) if new is not old]
@@ -97,7 +95,7 @@ def is_sound(group: TrajectoryGroup, limits: LengthLimits | None) -> bool:
 
 
 def _checked(trajectory: Trajectory, limits: LengthLimits | None) -> Trajectory:
-    """Return the very same trajectory, or a failed one if one of its samples breaks a rule."""
+    """Return the same trajectory object, or a failed trajectory if one of its samples breaks a rule."""
     faults = (_fault(sample, limits) for sample in trajectory.samples)
     fault = next((fault for fault in faults if fault is not None), None)
     if fault is None:
@@ -109,7 +107,7 @@ def _checked(trajectory: Trajectory, limits: LengthLimits | None) -> Trajectory:
 
 
 def _fault(sample: TrainingSample, limits: LengthLimits | None) -> tuple[FailureKind, str] | None:
-    """Return kind and text of the first rule that a sample breaks."""
+    """Return kind and message of the first rule that a sample breaks."""
     num_prompt, num_response = len(sample.prompt_ids), len(sample.response_ids)
     if not num_prompt or not num_response:
         rule = f"must have a prompt and a response; they are of {num_prompt} and {num_response} tokens"
@@ -123,8 +121,8 @@ def _fault(sample: TrainingSample, limits: LengthLimits | None) -> tuple[Failure
 
 
 def _first_odd(values: Sequence[float], mask: Sequence[int] | None = None) -> str | None:
-    """Return the first value (where the mask is not 0) that is no finite number."""
-    with contextlib.suppress(TypeError, OverflowError):  # a value that no float holds: it is found below
+    """Return the first non-finite value where the mask is not 0."""
+    with contextlib.suppress(TypeError, OverflowError):  # not convertible to float: found below
         if math.isfinite(sum(values)):
             return None
     for value, counts in zip(values, mask or [1] * len(values), strict=True):
@@ -134,7 +132,7 @@ def _first_odd(values: Sequence[float], mask: Sequence[int] | None = None) -> st
 
 
 def _truncate(sample: TrainingSample, limits: LengthLimits | None) -> TrainingSample:
-    """Return tokens of a faulty sample that fit into a batch: at least one (id 0) of each part, at most the limits."""
+    """Truncate the tokens of a faulty sample to the limits; an empty prompt or response becomes one token (id 0)."""
     prompt, response = sample.prompt_ids or [0], sample.response_ids or [0]
     if limits is not None:
         prompt = prompt[: limits.max_input_length]

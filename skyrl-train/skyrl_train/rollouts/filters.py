@@ -1,4 +1,4 @@
-"""Filters: functions of a trajectory or of a group that decide what of it trains. They return new ones."""
+"""Filters: functions that exclude trajectories or groups from training. They return new objects."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -8,7 +8,7 @@ from skyrl_train.rollouts.types import NO_VERSION, RolloutBatch, TrainingSample,
 
 
 def map_trajectories(batch: RolloutBatch, function: Callable[[Trajectory], Trajectory]) -> RolloutBatch:
-    """Return the batch with every trajectory replaced by what the function makes of it."""
+    """Apply a function to every trajectory of the batch."""
     groups = [replace(group, trajectories=[function(each) for each in group.trajectories]) for group in batch.groups]
     return replace(batch, groups=groups)
 
@@ -21,7 +21,7 @@ def map_samples(trajectory: Trajectory, function: Callable[[TrainingSample], Tra
 
 
 def without_loss(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory with no token to train on."""
+    """Return the trajectory with every token masked."""
     return map_samples(trajectory, lambda sample: replace(sample, loss_mask=[0] * len(sample.loss_mask)))
 
 
@@ -31,27 +31,26 @@ def without_rewards(trajectory: Trajectory) -> Trajectory:
 
 
 def zero_reward_on_non_stop(trajectory: Trajectory) -> Trajectory:
-    """Take the rewards of a trajectory that did not end by itself (`stop`): `generator.zero_reward_on_non_stop`."""
+    """Set the rewards of a trajectory to 0 unless its stop reason is `stop`: `generator.zero_reward_on_non_stop`."""
     return trajectory if trajectory.stop_reason == "stop" else without_rewards(trajectory)
 
 
 def mask_overlong(trajectory: Trajectory) -> Trajectory:
-    """Take a trajectory that ran out of length out of the loss (DAPO's overlong filtering,
-    https://arxiv.org/abs/2503.14476): `generator.apply_overlong_filtering`.
+    """Mask a trajectory that was truncated by length (DAPO's overlong filtering, https://arxiv.org/abs/2503.14476):
+    `generator.apply_overlong_filtering`.
 
-    Decided by the stop reason: one that was ended by its environment without an end-of-sequence token stays, one that
-    was cut off just behind such a token does not.
+    The stop reason decides: a trajectory ended by its environment without an end-of-sequence token is kept, a
+    trajectory truncated directly after such a token is masked.
     """
     return without_loss(trajectory) if trajectory.stop_reason == "length" else trajectory
 
 
 def mask_unended(trajectory: Trajectory, end_token_id: int | Collection[int] | None) -> Trajectory:
-    """Take a trajectory whose last token is no end of a turn out of the loss:
-    `generator.overlong_filtering_by=end_token`.
+    """Mask a trajectory whose last token does not end a turn: `generator.overlong_filtering_by=end_token`.
 
     Args:
-        end_token_id: all ids that end a turn (`TurnEnds.ids`). A single id, such as `tokenizer.eos_token_id`, is one of
-            several that a model may have: a trajectory with the stop reason `stop` has then ended, too.
+        end_token_id: all ids that end a turn (`TurnEnds.ids`). With a single id, such as `tokenizer.eos_token_id`, a
+            trajectory with the stop reason `stop` also counts as ended, since a model may have several such ids.
     """
     response_ids = trajectory.samples[-1].response_ids if trajectory.samples else []
     if isinstance(end_token_id, Collection):
@@ -62,7 +61,7 @@ def mask_unended(trajectory: Trajectory, end_token_id: int | Collection[int] | N
 
 
 def to_failed_sample(sample: TrainingSample) -> TrainingSample:
-    """Return the tokens of a sample as those of a failed trajectory: no token trains or has a reward."""
+    """Return the tokens of a sample for a failed trajectory: all masked, with reward 0."""
     length = len(sample.response_ids)
     return TrainingSample(
         prompt_ids=sample.prompt_ids,
@@ -78,20 +77,20 @@ def to_failed_sample(sample: TrainingSample) -> TrainingSample:
 
 
 def scores(group: TrajectoryGroup) -> list[float | None]:
-    """Return the reward of each trajectory; None for a failed one, and for the last of a group whose others failed:
-    nothing is left to compare it with."""
+    """Return the reward of each trajectory; None for a failed trajectory, and for a single successful trajectory of a
+    group, which has nothing to be compared with."""
     num_valid = sum(trajectory.failure is None for trajectory in group.trajectories)
     too_few = num_valid < min(2, len(group.trajectories))
     return [None if too_few or each.failure is not None else each.reward for each in group.trajectories]
 
 
 def is_informative(group: TrajectoryGroup, tolerance: float = TOLERANCE) -> bool:
-    """Check that the rewards of a group differ by more than `tolerance`, so that it has a gradient (see
+    """Check that the rewards of a group differ by more than `tolerance`, so that the group has a gradient (see
     `algorithms.sampling`)."""
     return bool(find_informative_groups(scores(group), [group.uid] * len(group.trajectories), tolerance))
 
 
 def with_uid(group: TrajectoryGroup, uid: str) -> TrajectoryGroup:
-    """Return the group under another uid, which its trajectories are named after."""
+    """Return the group and its trajectories under another uid."""
     trajectories = [replace(each, id=replace(each.id, instance_id=uid)) for each in group.trajectories]
     return TrajectoryGroup(uid, trajectories)

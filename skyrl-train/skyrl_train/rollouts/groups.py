@@ -1,4 +1,4 @@
-"""Groups between their generation and the training step that takes them."""
+"""Groups between generation and the training step that consumes them."""
 
 from dataclasses import dataclass, replace
 
@@ -10,7 +10,7 @@ from skyrl_train.rollouts.types import NO_VERSION, RolloutBatch, TrainingSample,
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedGroup:
-    """A group that waits for training.
+    """Finished group that waits for training.
 
     Examples:
         A group that was started with weights of version 3 and finished with version 4:
@@ -43,7 +43,7 @@ class FinishedGroup:
 
     @property
     def global_step_when_scheduled(self) -> int:
-        """Training step that ran when it was started."""
+        """Training step during which the group was started."""
         return self.version + 1
 
     @property
@@ -52,23 +52,24 @@ class FinishedGroup:
 
     @property
     def generator_output(self) -> GeneratorOutput:
-        """The group as columns."""
+        """The group in `GeneratorOutput` format."""
         return to_generator_output(self.rollouts)
 
     @property
     def oldest_version(self) -> int:
-        """Weight version of its oldest token; where no version is known, that of its start."""
+        """Weight version of the oldest token; the version at the start if no token version is known."""
         return min(versions_of(self.group.trajectories), default=self.version)
 
     def version_for(self, on_stale: OnStale) -> int:
-        """Return the version by which it ages: of its oldest token, or of its newest if older ones are masked."""
+        """Return the weight version that determines staleness: of the oldest token, or of the newest if older tokens
+        are masked."""
         if on_stale == "mask":
             return max(versions_of(self.group.trajectories), default=self.version)
         return self.oldest_version
 
 
 def versions_of(trajectories: list[Trajectory]) -> list[int]:
-    """Return the weight versions of all generated tokens whose version is known."""
+    """Return all known weight versions of generated tokens."""
     return [
         version
         for trajectory in trajectories
@@ -79,7 +80,7 @@ def versions_of(trajectories: list[Trajectory]) -> list[int]:
 
 
 def mask_stale(group: TrajectoryGroup, oldest: int) -> TrajectoryGroup:
-    """Take tokens of a weight version before `oldest` out of the loss. Tokens of unknown version stay."""
+    """Mask tokens with a weight version before `oldest`. Tokens of unknown version are kept."""
 
     def masked(sample: TrainingSample) -> TrainingSample:
         if sample.weight_versions is None:
@@ -93,7 +94,7 @@ def mask_stale(group: TrajectoryGroup, oldest: int) -> TrajectoryGroup:
 
 
 def with_different_uids(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
-    """Return the groups of a step with another uid where a prompt comes twice (of two epochs): they are two groups."""
+    """Return the groups of a step with unique uids: a prompt that occurs twice (from two epochs) forms two groups."""
     seen: set[str] = set()
     result = []
     for group in groups:

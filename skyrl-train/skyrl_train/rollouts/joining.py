@@ -1,4 +1,5 @@
-"""Joining the samples of a step-wise trajectory. Pure functions; one with a single sample passes through unchanged."""
+"""Merging of the samples of a step-wise trajectory. Pure functions; a trajectory with a single sample is returned
+unchanged."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,11 +12,11 @@ from skyrl_train.rollouts.types import NO_VERSION, TrainingSample, Trajectory
 
 
 def merge_appending_turns(trajectory: Trajectory) -> Trajectory:
-    """Join turns that only append, so that no token is computed twice: a sample whose prompt begins with the whole
-    sample before (its prompt and its response) is joined to that one; where a prompt does not, a new sample starts.
+    """Merge turns that only append, so that no token is computed twice: a sample whose prompt starts with the previous
+    sample (prompt and response) is merged into it; otherwise a new sample starts.
 
-    Tokens between two joined responses get loss mask 0, reward 0, log-prob 0 and weight version -1. A conversation that
-    only ever appends (and whose every answer has a token) becomes the sample that it is without step-wise trajectories.
+    Tokens between two merged responses get loss mask 0, reward 0, log-prob 0 and weight version -1. A conversation that
+    only appends (and has no empty response) becomes the same sample as without step-wise trajectories.
     """
     if len(trajectory.samples) == 1:
         return trajectory
@@ -24,13 +25,13 @@ def merge_appending_turns(trajectory: Trajectory) -> Trajectory:
 
 
 def whole_sample(trajectory: Trajectory) -> TrainingSample:
-    """Return all turns of a trajectory as one sample, for metrics and for people to read. Where a turn's prompt does
-    not begin with the turn before (the history was rewritten), its response simply follows."""
+    """Merge all turns of a trajectory into one sample, for metrics and for display. If a turn's prompt does not start
+    with the previous turn (the history was rewritten), its response is appended directly."""
     return join_samples(trajectory.samples)
 
 
 def join_samples(samples: Sequence[TrainingSample]) -> TrainingSample:
-    """Return one sample: the first prompt, then all responses with the tokens that stand between them."""
+    """Join samples: the first prompt, then all responses with the tokens between them."""
     first = samples[0]
     if len(samples) == 1:
         return first
@@ -61,8 +62,8 @@ def _joined_kept_tokens(samples: Sequence[TrainingSample], gaps: Sequence[int]) 
 
 
 def _joined_routes(samples: Sequence[TrainingSample]) -> ExpertRoutes | None:
-    """Return the routes of samples that were joined; of the first alone where the history was rewritten, since later
-    ones then belong to other places."""
+    """Join the routes of merged samples; keep only the first sample's routes if the history was rewritten, since later
+    routes then belong to other positions."""
     is_appending = len(split_appending(samples, _tokens_of)) == 1
     return join_routes([sample.routes for sample in samples]) if is_appending else samples[0].routes
 

@@ -1,16 +1,17 @@
-"""Journal of rollouts: a file of the finished groups that are not trained yet, and of the decisions about them.
+"""Journal of rollouts: a file with the finished groups that are not trained yet, and the scheduling decisions about
+them.
 
-One JSON object a line, appended as it happens: a process that is killed loses at most the line that it was writing.
-The last key of a line, `sum`, is a checksum of the text before it: a line that was altered is refused.
+One JSON object per line, appended immediately: a killed process loses at most the line being written. The last key of a
+line, `sum`, is a checksum of the text before it; altered lines are refused.
 
-    {"experiment": …}                                      the first line: all on which samples and rewards depend
-    {"finished": ticket, "group": …}                       a group, with its metrics and the version it was started at
-    {"batch": step, "tickets": […]}                        groups that training step `step` takes, in this order
+    {"experiment": …}                                      the first line: everything that samples and rewards depend on
+    {"finished": ticket, "group": …}                       a group, its metrics, and the weight version at its start
+    {"batch": step, "tickets": […]}                        groups that training step `step` consumes, in order
     {"failed": ticket}   {"filtered": ticket}   {"stale": [tickets], "deferred": …}
 
-With a checkpoint of the schedule it gives the state at the last line. A checkpoint shortens it.
+Together with a checkpoint of the schedule it gives the state at the last line. A checkpoint compacts the journal.
 
-Example, of a group that fails, another that finishes, and the step that trains it:
+Example of a group that fails, another that finishes, and the step that trains it:
     >>> import tempfile
     >>> from skyrl_train.rollouts.types import TrainingSample, Trajectory, TrajectoryGroup, TrajectoryID
     >>> path = Path(tempfile.mkdtemp()) / "journal.jsonl"
@@ -67,8 +68,9 @@ class RolloutJournal:
     """Journal of one run.
 
     Args:
-        path: of the file; its folder is made.
-        experiment: all on which samples and rewards depend, as JSON values: groups of another one are not used.
+        path: path of the file; its folder is created.
+        experiment: everything that samples and rewards depend on, as JSON values; groups of other experiments are not
+            used.
     """
 
     def __init__(self, path: Path, experiment: Mapping[str, object]):
@@ -84,27 +86,26 @@ class RolloutJournal:
         self._write(_finished_line(group))
 
     def batch(self, step: int, tickets: Sequence[int]) -> None:
-        """Append the groups that a training step takes."""
+        """Append the groups that a training step consumes."""
         self._append({"batch": step, "tickets": list(tickets)})
 
     def failed(self, ticket: int) -> None:
-        """Append that a group failed and another one takes its place."""
+        """Append that a group failed and is replaced by another."""
         self._append({"failed": ticket})
 
     def filtered(self, ticket: int) -> None:
-        """Append that a finished group is not trained."""
+        """Append that a finished group is excluded from training."""
         self._append({"filtered": ticket})
 
     def stale(self, tickets: Sequence[int], *, deferred: bool) -> None:
-        """Append that groups became too old and are generated again, at the end of their epoch (`deferred`) or at
-        once."""
+        """Append that groups became stale and are regenerated, at once or at the end of their epoch (`deferred`)."""
         self._append({"stale": list(tickets), "deferred": deferred})
 
     def mark_checkpoint(self, groups: Sequence[FinishedGroup]) -> None:
-        """Note that the schedule's state was taken now, for a checkpoint.
+        """Record that the schedule's state was taken for a checkpoint.
 
         Args:
-            groups: those that are finished and not trained, in their order.
+            groups: finished, untrained groups in order.
         """
         try:
             file = self._file or self._open()
@@ -113,11 +114,11 @@ class RolloutJournal:
         self._marked = list(groups), file.seek(0, os.SEEK_END)
 
     def shorten(self) -> None:
-        """Drop what the checkpoint of the last `mark_checkpoint`, which is complete now, made superfluous: keep the
-        groups of then and all lines since. All of it is on the disk when this returns.
+        """Compact the journal after the checkpoint of the last `mark_checkpoint` completed: keep the groups at that
+        time and all later lines. The result is flushed to disk.
 
         Raises:
-            CheckpointError: the disk is full or refuses. The journal is as it was.
+            CheckpointError: the disk is full or not writable. The journal is unchanged.
         """
         assert self._marked is not None, "a checkpoint is marked before the journal is shortened"
         groups, num_bytes = self._marked
@@ -140,11 +141,11 @@ class RolloutJournal:
         self._write(_json_line(event))
 
     def _write(self, line: bytes) -> None:
-        """Write one line. It survives the end of this process at once, and that of the machine from the next checkpoint
-        on."""
+        """Write one line. It survives a crash of this process immediately, and a crash of the machine after the next
+        checkpoint."""
         try:
             file = self._file or self._open()
-            while line:  # unbuffered: a full disk may take a part
+            while line:  # unbuffered: a full disk may accept a part
                 line = line[file.write(line) :]
         except OSError as error:
             self.close()
@@ -173,7 +174,7 @@ class RolloutJournal:
     # ---- reading
 
     def discard(self) -> None:
-        """Remove the file: the run starts anew."""
+        """Remove the file, since the run starts from scratch."""
         self.close()
         self.path.unlink(missing_ok=True)
 
@@ -181,7 +182,7 @@ class RolloutJournal:
         """Return the state of the rollouts at the last line.
 
         Args:
-            state: of the checkpoint that the run resumes from, or of a start.
+            state: schedule state of the checkpoint that the run resumes from, or the initial state.
 
         Raises:
             CheckpointError: a line before the last is damaged.
@@ -193,7 +194,7 @@ class RolloutJournal:
         for event in events:
             match event:
                 case {"group": _, "finished": int(ticket)}:
-                    recovered.groups.pop(ticket, None)  # a later one stands behind those that finished before
+                    recovered.groups.pop(ticket, None)  # a later one is ordered after groups finished earlier
                     recovered.groups[ticket] = _group_of(event, self.path)
                 case {"batch": int(step), "tickets": [*tickets]}:
                     recovered.batches[step] = tickets
@@ -212,15 +213,15 @@ class RolloutJournal:
         return recovered
 
     def _verified_lines(self) -> Iterator[dict[str, object]]:
-        """Yield the lines without their checksums, less a torn last one.
+        """Yield the lines without checksums, except an incomplete last line.
 
         Raises:
-            CheckpointError: a line is not what was written.
+            CheckpointError: a line was altered.
         """
         for number, (line, row) in enumerate(read_json_lines(self.path), start=1):
             found = row.pop("sum", None)
             if found is None and number == 1:
-                yield {}  # of a release without checksums: another experiment
+                yield {}  # written by a release without checksums: counts as another experiment
                 return
             if _with_sum(line[:-_SUM_BYTES] + b"}\n") != line:
                 raise CheckpointError(
@@ -230,7 +231,7 @@ class RolloutJournal:
             yield row
 
     def _events(self) -> list[dict[str, object]]:
-        """Return the lines after the first; none of a journal of another experiment."""
+        """Return the lines after the first; empty for the journal of another experiment."""
         if not self.path.exists():
             return []
         lines = self._verified_lines()
@@ -250,8 +251,8 @@ class RolloutJournal:
 def _merge(
     recovered: RecoveredRollouts, gone: set[int], trained: set[int], restarted: set[int], deferred: set[int]
 ) -> None:
-    """Bring the state of a checkpoint to that of the journal: tickets that the checkpoint knows as not trained, and
-    those that were started since, are finished if their group is there, else they wait for a start."""
+    """Advance the state of a checkpoint to the end of the journal: untrained tickets of the checkpoint, and tickets
+    started since, are finished if their group is present; otherwise they wait to be restarted."""
     state = recovered.state
     known = {*state.finished, *state.waiting, *state.deferred}
     mentioned = {*recovered.groups, *gone, *restarted, *(t for tickets in recovered.batches.values() for t in tickets)}
@@ -276,7 +277,7 @@ def _with_sum(line: bytes) -> bytes:
 
 
 def _changes(before: object, after: Mapping[str, object]) -> list[str]:
-    """Return the names of what differs between two experiments, sorted."""
+    """Return the sorted names of differing entries of two experiments."""
     if not isinstance(before, dict):
         return ["its first line"]
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
@@ -302,5 +303,5 @@ def _json_line(event: Mapping[str, object]) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """Return an environment's metric as a JSON value: numbers of NumPy and torch as numbers, anything else as text."""
+    """Convert an environment's metric to a JSON value: numbers of NumPy and torch to numbers, anything else to text."""
     return value.item() if isinstance(value, np.generic | torch.Tensor) else str(value)

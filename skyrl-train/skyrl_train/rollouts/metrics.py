@@ -1,4 +1,4 @@
-"""Metrics of rollouts: lengths, stop reasons, failures, scores. Pure functions; never a nan."""
+"""Metrics of rollouts: lengths, stop reasons, failures, scores. Pure functions that never return NaN."""
 
 import math
 from collections import Counter, defaultdict
@@ -23,10 +23,11 @@ class MetricsOutput(TypedDict):
 
 
 def scores_of_groups(groups: Sequence[TrajectoryGroup]) -> MetricsOutput:
-    """Compute the scores of the trajectories, failed ones left out.
+    """Compute the scores of the successful trajectories.
 
     `avg_score` is the mean of the trajectories' rewards, `mean_positive_reward` the mean of their positive parts,
-    `pass_at_n` the share of prompts of which a sample has a reward above 0. All None if everything failed.
+    `pass_at_n` the fraction of prompts with at least one sample of positive reward. All are None if every trajectory
+    failed.
 
     Raises:
         ValueError: no trajectories.
@@ -46,8 +47,8 @@ def scores_of_groups(groups: Sequence[TrajectoryGroup]) -> MetricsOutput:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute all metrics of trajectories whose generator knows their turns and their environments' metrics: those of
-    `get_rollout_metrics`, `generate/num_retries`, and `generate/entropy` where the engine reported log-probs."""
+    """Compute all metrics of trajectories with turn lengths and environment metrics: `get_rollout_metrics`,
+    `generate/num_retries`, and `generate/entropy` if the engine reported log-probs."""
     metrics = get_rollout_metrics(
         *_tokens_and_rewards(trajectories),
         [trajectory.env_metrics for trajectory in trajectories],
@@ -62,11 +63,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def sampled_entropy(trajectories: Sequence[Trajectory]) -> float | None:
-    """Estimate the entropy of sampling, in nats a token: the mean of -log p over all tokens that the model generated.
+    """Estimate the entropy of sampling in nats per token: the mean of -log p over all generated tokens.
 
-    Tokens that do not train count too (of answers that were cut off, say), and all have the same weight, so that runs
-    with other filters and losses can be compared; `policy/policy_entropy` is exact, over tokens that train. Failed
-    trajectories are left out. None if nothing was generated, or without log-probs.
+    Masked tokens (e.g. of truncated responses) are included with equal weight, so that runs with different filters and
+    losses can be compared; `policy/policy_entropy` is exact, over trained tokens. Failed trajectories are excluded.
+    None without generated tokens or log-probs.
     """
     kept = [trajectory for trajectory in trajectories if trajectory.failure is None]
     log_probs = [sample.log_probs for trajectory in kept for sample in trajectory.samples]
@@ -78,7 +79,7 @@ def sampled_entropy(trajectories: Sequence[Trajectory]) -> float | None:
 
 
 def token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the metrics that any generator's trajectories tell: lengths, stop reasons, failures."""
+    """Compute the metrics available for any generator: lengths, stop reasons, failures."""
     return get_rollout_metrics(
         *_tokens_and_rewards(trajectories),
         stop_reasons=_stop_reasons(trajectories),
@@ -87,11 +88,10 @@ def token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-    """Return several batches as one, in their order.
+    """Concatenate several batches in order.
 
-    The metrics of `rollout_metrics` (or of `token_metrics`, where trajectories do not know their environments) are
-    computed anew and counts (`generate/num_`) are added up; others are averaged with the number of trajectories as
-    weight.
+    The metrics of `rollout_metrics` (or of `token_metrics` if environments are unknown) are recomputed and counts
+    (`generate/num_`) are summed; other metrics are averaged, weighted by the number of trajectories.
 
     Raises:
         ValueError: no batches.
@@ -103,7 +103,7 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     for batch in batches:
         num_trajectories = len(batch.trajectories)
         for key, value in batch.metrics.items():
-            if value is not None:  # a generator of one's own may say so of the mean of nothing
+            if value is not None:  # a custom generator may report None for the mean of an empty set
                 values[key].append(value)
                 weights[key].append(num_trajectories)
     joined = {
@@ -119,11 +119,11 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
 
 
 def version_lag_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
-    """Compute how many versions the weights that generated tokens are behind those that train on them: mean and maximum
-    over the generated tokens of trajectories that did not fail. Nothing where no version is known.
+    """Compute how many versions the weights that sampled the tokens are behind the trained weights: mean and maximum
+    over generated tokens of successful trajectories. Empty if no version is known.
 
     Args:
-        weight_version: of the policy that trains on them.
+        weight_version: weight version of the policy that trains on them.
     """
     lags = [
         weight_version - version
@@ -142,18 +142,18 @@ def version_lag_metrics(trajectories: Sequence[Trajectory], weight_version: int)
 
 
 def failure_counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Count `generate/num_failed/<kind>`, for every kind there is."""
+    """Count `generate/num_failed/<kind>` for each failure kind."""
     return _failure_counts([trajectory.failure for trajectory in trajectories])
 
 
 def check_not_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
-    """Refuse a batch of which nothing succeeded.
+    """Raise an error if every trajectory of a batch failed.
 
     Args:
-        what: the batch, and what it was for.
+        what: description of the batch and its purpose, for the error.
 
     Raises:
-        AllRolloutsFailedError: every trajectory failed. The text has the commonest failure.
+        AllRolloutsFailedError: every trajectory failed. The message has the most common failure.
     """
     failed = [trajectory.failure for trajectory in trajectories if trajectory.failure is not None]
     if not failed or len(failed) < len(trajectories):
@@ -175,16 +175,16 @@ def get_rollout_metrics(
     failures: Sequence[Failure | None] | None = None,
     turn_lengths: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, float]:
-    """Compute metrics of B trajectories, under `generate/` and, where the environments report any, `environment/`. A
-    metric that has nothing to be the mean of (tokens of rewarded trajectories where none is) is absent.
+    """Compute metrics of B trajectories under `generate/` and, if the environments report any, `environment/`. A mean
+    over an empty set (e.g. tokens of rewarded trajectories when no trajectory is rewarded) is absent.
 
     Args:
         responses: B lists of token ids, of whole trajectories.
-        rewards: B floats, or B lists of one float a token.
-        env_metrics: what each environment reports; None for one that reports nothing. Needs `env_classes`.
-        stop_reasons: gives `generate/stop_reason/<reason>`, the share of each.
-        failures: gives `generate/num_failed/<kind>`; failed trajectories enter no other number but the shares.
-        turn_lengths: how many tokens the model wrote in each turn; gives `generate/avg_num_turns` and
+        rewards: B floats, or B lists of one float per token.
+        env_metrics: metrics reported by each environment; None if it reports none. Needs `env_classes`.
+        stop_reasons: gives `generate/stop_reason/<reason>`, the fraction of each.
+        failures: gives `generate/num_failed/<kind>`; failed trajectories affect no other metric except the fractions.
+        turn_lengths: number of generated tokens in each turn; gives `generate/avg_num_turns` and
             `generate/avg_tokens_per_turn`.
     """
     failed = [failure is not None for failure in failures] if failures is not None else [False] * len(responses)
@@ -221,7 +221,7 @@ def _tokens_and_rewards(trajectories: Sequence[Trajectory]) -> tuple[list[list[i
 
 
 def _stop_reasons(trajectories: Sequence[Trajectory]) -> list[str] | None:
-    """Return the stop reasons; None where the generator tells none."""
+    """Return the stop reasons; None if the generator reports none."""
     return [reason for each in trajectories if (reason := each.stop_reason) is not None] or None
 
 
@@ -251,5 +251,5 @@ def _environment_metrics(
 
 
 def _mean(values: np.ndarray) -> float | None:
-    """Return the mean; None of nothing."""
+    """Return the mean; None for an empty sequence."""
     return float(values.mean()) if values.size else None

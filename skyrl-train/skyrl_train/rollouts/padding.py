@@ -2,7 +2,7 @@
 
 B trajectories, P longest prompt, R longest response, T = P + R:
 
-    sequences   | pad pad prompt | response pad |     prompts end, and responses begin, at the same column P
+    sequences   | pad pad prompt | response pad |     prompts end, and responses start, at the same column P
 
 Mask and reward tensors cover the responses only: column r of them is column P + r of the sequences.
 """
@@ -34,17 +34,16 @@ def convert_prompts_responses_to_batch_tensors(
     """Pad B trajectories into tensors.
 
     Args:
-        tokenizer: gives the padding id.
+        tokenizer: tokenizer with a padding id.
         prompts, responses: token ids.
-        rewards, loss_masks, logprobs: one entry a response token.
+        rewards, loss_masks, logprobs: one entry per response token.
 
     Returns:
         sequences [B, T], int64.
         attention_mask [B, T], int64: 1 on tokens, 0 on padding.
-        response_mask [B, R], int64: 1 on response tokens, whoever wrote them.
-        rewards [B, R], float32, 0 on padding.
-        loss_masks [B, R], float32: 1 on the tokens that train, 0 on padding.
-        logprobs [B, R], float32, 0 on padding; None if none are given.
+        response_mask [B, R], int64: 1 on response tokens, generated or not. rewards [B, R], float32, 0 on padding.
+        loss_masks [B, R], float32: 1 on trained tokens, 0 on padding. logprobs [B, R], float32, 0 on padding; None if
+        none are given.
 
     Raises:
         ValueError: no trajectories, lists of different lengths, or a tokenizer without a padding token.
@@ -68,10 +67,10 @@ def convert_prompts_responses_to_batch_tensors(
 
 
 def pad_versions(versions: Sequence[Sequence[int] | None], response_mask: torch.Tensor) -> torch.Tensor:
-    """Return weight versions as [B, R] int32: `NO_VERSION` on padding and where a row has none.
+    """Return weight versions as [B, R] int32: `NO_VERSION` on padding and in rows without versions.
 
     Args:
-        versions: one entry a response token, or None for the whole row.
+        versions: one entry per response token, or None for the whole row.
         response_mask: [B, R], 1 on response tokens.
     """
     lengths_B = response_mask.sum(dim=1).tolist()
@@ -80,7 +79,8 @@ def pad_versions(versions: Sequence[Sequence[int] | None], response_mask: torch.
 
 
 def _length_mask(rows: Sequence[Sequence[object]], left: bool = False) -> torch.Tensor:
-    """[B, L], True where a row has an entry: at the start of a line, or at its end if padded on the left."""
+    """Return a mask [B, L], True where a row has an entry: at the start of the row, or at its end if padded on the
+    left."""
     lengths_B = torch.tensor([len(row) for row in rows])
     columns_L = torch.arange(int(lengths_B.max()))
     mask_BL = columns_L < lengths_B[:, None]
@@ -90,8 +90,9 @@ def _length_mask(rows: Sequence[Sequence[object]], left: bool = False) -> torch.
 def _fill(
     rows: Sequence[Sequence[float]], mask_BL: torch.Tensor, dtype: torch.dtype, padding: float = 0
 ) -> torch.Tensor:
-    """[B, L]: the entries of all rows, one after the other, where the mask is True; padding elsewhere."""
-    # numpy takes a million entries out of lists in a third of torch.tensor's time
+    """Return a tensor [B, L] with the concatenated entries of all rows where the mask is True, and padding
+    elsewhere."""
+    # for lists of a million entries, numpy takes a third of the time of torch.tensor
     entries = np.fromiter(chain.from_iterable(rows), dtype=_NUMPY_TYPES[dtype])
     return torch.full(mask_BL.shape, padding, dtype=dtype).masked_scatter_(mask_BL, torch.from_numpy(entries))
 

@@ -5,8 +5,8 @@ writes what is finished to the journal.
 
     may a group start? -> task: generate -> journal, queue -> `next_batch`: trainer -> `trained`, `synced` -> start more
 
-Shutdown: no group starts any more, tasks are cancelled and waited for (a task that ignores it is left behind after
-`_GRACE_SECONDS`), then the journal is closed. Engines are shut down by whoever started them, after that.
+Shutdown: no new group starts, tasks are cancelled and awaited (a task that ignores the cancellation is abandoned after
+`_GRACE_SECONDS`), then the journal is closed. The owner of the engines shuts them down afterwards.
 """
 
 import asyncio
@@ -56,17 +56,17 @@ class RolloutPool:
     """Pool of running and finished groups, as an asynchronous context manager.
 
     Args:
-        generate: generates the group of a ticket.
-        recovered: state of the schedule, finished groups and begun steps: of a start or after a resume.
-        group_timeout_seconds: the longest that one group may take.
+        generate: generates the group for a ticket.
+        recovered: schedule state, finished groups and started steps, initial or after a resume.
+        group_timeout_seconds: deadline for the generation of one group.
         is_kept: decides whether a finished group is trained.
-        max_filtered: number of groups in a row that `is_kept` may refuse.
+        max_filtered: number of consecutive groups that `is_kept` may reject.
         timeline: records when each group ran.
         on_finished: called when another group is in the queue.
 
     Raises (from the block of the context manager, at once):
-        SkyRLError: an error that ends the run (settings, a dead engine, a full disk); or as many groups as may run
-            at once failed in a row.
+        SkyRLError: an error that ends the run (settings, a crashed engine, a full disk); or as many consecutive groups
+            failed as may run concurrently.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class RolloutPool:
         return len(self._finished)
 
     async def next_batch(self) -> list[FinishedGroup]:
-        """Wait for the groups of the next training step. They leave the queue with `trained`.
+        """Wait for the groups of the next training step. They stay in the queue until `trained`.
 
         Raises:
-            SkyRLError: no group runs or may start, and those that are finished make no step.
+            SkyRLError: no group runs or may start, and the finished groups do not fill a step.
         """
         step = self.scheduler.num_trained_steps + 1
         while (tickets := self._tickets(step)) is None:
@@ -146,13 +146,14 @@ class RolloutPool:
         return [self._finished[ticket] for ticket in tickets]
 
     def foreseen_batch(self) -> dict[int, TrajectoryGroup]:
-        """Return finished groups that the next training step will probably take, by their places in its batch."""
+        """Return the finished groups that the next training step will probably consume, keyed by position in its
+        batch."""
         begun = self._begun.get(self.scheduler.num_trained_steps + 1)
         tickets = self.scheduler.foreseen_batch() if begun is None else dict(enumerate(begun))
         return {place: self._finished[ticket].group for place, ticket in tickets.items() if ticket in self._finished}
 
     def _tickets(self, step: int) -> list[int] | None:
-        """Return the tickets of a step; before anything else those of a step that a killed run had begun."""
+        """Return the tickets of a step; first the tickets of a step that a killed run had started."""
         begun = self._begun.get(step)
         if begun is not None and all(ticket in self._finished for ticket in begun):
             return begun
@@ -160,10 +161,10 @@ class RolloutPool:
         return self.scheduler.next_batch()
 
     def trained(self, groups: list[FinishedGroup], *, sync_follows: bool = False) -> None:
-        """Count a training step over these groups, and restart those that have become too old by it.
+        """Record a training step over these groups, and restart groups that it made stale.
 
         Args:
-            sync_follows: start no group before `synced`: it would be a step older than one with the newer weights.
+            sync_follows: start no group before `synced`, since it would be one step staler than with the new weights.
         """
         # The scheduler comes first: if it refuses a ticket, nothing has left the queue.
         self.scheduler.trained([group.ticket for group in groups])
@@ -175,24 +176,24 @@ class RolloutPool:
         self._start_groups()
 
     def synced(self, version: int) -> None:
-        """Note that the engines hold the weights after `version` steps: more groups may start."""
+        """Record that the engines have the weights after `version` steps, and start more groups."""
         self.scheduler.synced(version)
         self._is_open = True
         self._start_groups()
 
     async def drain(self) -> None:
-        """Start no more groups and wait until none runs. `synced` starts them again."""
+        """Start no more groups and wait until none runs. `synced` resumes the generation."""
         self._is_open = False
         while self._tasks:
             await self._wait(f"a weight sync that no group may be generated over: {len(self._tasks)} groups run")
 
     def state(self) -> ScheduleState:
-        """Return the state of the schedule for a checkpoint, and note in the journal that it was taken."""
+        """Return the state of the schedule for a checkpoint, and mark the checkpoint in the journal."""
         self._journal.mark_checkpoint([self._finished[ticket] for ticket in self.scheduler.finished_groups])
         return self.scheduler.state()
 
     def shorten_journal(self) -> None:
-        """Drop from the journal what the checkpoint of the last `state` has, once that is complete."""
+        """Compact the journal once the checkpoint of the last `state` is complete."""
         self._journal.shorten()
 
     def take_counts(self) -> PoolCounts:
@@ -202,7 +203,7 @@ class RolloutPool:
         return counts
 
     async def _wait(self, reason: str) -> None:
-        """Wait until a group has ended: every group has a deadline, so this has one."""
+        """Wait until a group ends. Bounded, since every group has a deadline."""
         # No await between the caller's look at the state and this: an end in between would be missed.
         self._changed.clear()
         with self._timeline.waiting(reason), waiting(f"groups, {reason}", on=GROUPS):
@@ -224,7 +225,7 @@ class RolloutPool:
             self._tasks[ticket] = self._task_group.create_task(self._run(ticket), name=f"group {ticket}")
 
     def _take_stale(self) -> None:
-        """Put groups that have become too old in line again, and cancel those that run."""
+        """Requeue stale groups, and cancel running stale groups."""
         stale = self.scheduler.take_stale()
         if stale:
             self._journal.stale(stale, deferred=self.scheduler.limits.on_stale == "drop")
@@ -240,14 +241,14 @@ class RolloutPool:
         try:
             with waiting(f"group {ticket}", who=GROUPS, deadline=self._timeout):
                 await self._generate_group(ticket)
-        except Exception:  # ends the run: no other group may start while it is shut down
+        except Exception:  # ends the run: no group may start during shutdown
             self._is_open = False
             raise
         self._start_groups()
         self._changed.set()
 
     async def _generate_group(self, ticket: int) -> None:
-        """Generate a group until it is finished, has failed, or is late."""
+        """Generate a group until it finishes, fails or times out."""
         version, began, why = self.scheduler.version, time.monotonic(), ""
         # A task of its own, waited for: `asyncio.timeout` would wait for one that ignores its cancellation.
         generation = asyncio.ensure_future(self._generate(ticket))
@@ -274,7 +275,7 @@ class RolloutPool:
             raise error
 
     async def _end(self, ticket: int, generation: "asyncio.Future[RolloutBatch]") -> None:
-        """Cancel a generation that is not done and give it time to clean up."""
+        """Cancel an unfinished generation and give it time to clean up."""
         self._left_behind.add(generation)
         generation.add_done_callback(self._forget)
         if generation.done():
@@ -287,7 +288,7 @@ class RolloutPool:
     def _forget(self, generation: "asyncio.Future[RolloutBatch]") -> None:
         self._left_behind.discard(generation)
         if not generation.cancelled():
-            generation.exception()  # retrieved here, so that asyncio does not report it once more
+            generation.exception()  # retrieved, so that asyncio does not report it again
 
     def _finish(self, ticket: int, rollouts: RolloutBatch, version: int, seconds: float) -> None:
         if len(rollouts.groups) != 1:
@@ -322,10 +323,10 @@ class RolloutPool:
             )
 
     def _fail(self, ticket: int, error: Exception) -> None:
-        """Replace a group that could not be generated by another one.
+        """Replace a group whose generation failed.
 
         Raises:
-            AllRolloutsFailedError: as many groups as may run at once failed in a row.
+            AllRolloutsFailedError: as many consecutive groups failed as may run concurrently.
         """
         self._timeline.group_ended(ticket, "failed")
         self._journal.failed(ticket)

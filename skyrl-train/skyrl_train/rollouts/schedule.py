@@ -1,12 +1,11 @@
-"""Scheduler of asynchronous rollouts: which groups may start, and which of them the next training step takes.
+"""Scheduler of asynchronous rollouts: decides which groups may start, and which groups the next training step consumes.
 
-It has no clock, does no I/O and knows no tensors: the trainer, the rollout pool and the simulator use the same object.
+It uses no clock, I/O or tensors; the trainer, the rollout pool and the simulator use the same object.
 
-Numbers. M groups make a training step, which trains on weights of version t, t being the number of steps before it.
-Engines hold the version of their last weight sync. The age of a group in that step is t minus the version of its oldest
-token; with `on_stale=mask`, which leaves out of the loss what is too old, of its newest. No group that is older than S
-(`max_staleness_steps`) is trained. Every group is named by a ticket, its place in the order of the data over all
-epochs.
+Notation: a training step has M groups and trains weights of version t, the number of steps before it. Engines hold the
+version of their last weight sync. The age of a group in that step is t minus the version of its oldest token; with
+`on_stale=mask`, which masks stale tokens, of its newest token. No group older than S (`max_staleness_steps`) is
+trained. A ticket identifies a group: its position in the data over all epochs.
 """
 
 from bisect import insort
@@ -23,7 +22,7 @@ OnStale = Literal["drop", "regenerate", "mask"]
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleLimits:
-    """Limits of a schedule, as the settings give them."""
+    """Limits of a schedule, from the settings."""
 
     groups_per_step: int
     """M"""
@@ -46,7 +45,7 @@ class ScheduleLimits:
 
 @dataclass
 class ScheduleState:
-    """State of a schedule in a checkpoint. Groups that were running are started again under their tickets."""
+    """State of a schedule in a checkpoint. Running groups are restarted under the same tickets."""
 
     num_trained_steps: int = 0
     version: int = 0
@@ -69,12 +68,12 @@ class ScheduleState:
 
     @classmethod
     def after_steps(cls, num_steps: int, groups_per_step: int) -> "ScheduleState":
-        """Return the state after steps of synchronous training."""
+        """Return the state after this many steps of synchronous training."""
         return cls(num_trained_steps=num_steps, version=num_steps, next_ticket=num_steps * groups_per_step)
 
     @classmethod
     def from_json(cls, values: dict[str, object]) -> "ScheduleState":
-        """Restore what `to_json` returned. Raises ValueError if it is something else."""
+        """Restore a state from `to_json`. Raises ValueError for any other value."""
         return _STATE.validate_python(values)
 
     def to_json(self) -> dict[str, object]:
@@ -86,11 +85,11 @@ _STATE = TypeAdapter(ScheduleState)
 
 
 class GroupScheduler:
-    """Scheduler of trajectory groups under a bound on staleness.
+    """Scheduler of trajectory groups with bounded staleness.
 
-    A slot is taken by `start` and given back by `failed`, `filtered` or, for a stale group, `take_stale`; one that is
-    trained keeps it. With (S + version + 1) M slots in all, every group that is started can be trained while it is at
-    most S steps old, if the oldest groups come first: order `exact` is that. The other orders prefer what is finished.
+    `start` acquires a slot; `failed`, `filtered` or, for a stale group, `take_stale` release it; a trained group keeps
+    it. With (S + version + 1) M slots in total, every started group can be trained at an age of at most S steps if the
+    oldest groups are trained first, as in order `exact`. The other orders prefer finished groups.
     """
 
     def __init__(self, limits: ScheduleLimits, state: ScheduleState | None = None):
@@ -112,16 +111,16 @@ class GroupScheduler:
 
     @property
     def running(self) -> list[int]:
-        """Tickets of the groups that are being generated, in the order of their starts."""
+        """Tickets of the running groups, in order of start."""
         return list(self._running)
 
     @property
     def finished_groups(self) -> list[int]:
-        """Tickets of the groups that wait for training, in the order of finishing."""
+        """Tickets of the groups that wait for training, in order of completion."""
         return list(self._state.finished)
 
     def state(self) -> ScheduleState:
-        """Return what a checkpoint needs."""
+        """Return the state for a checkpoint."""
         state = ScheduleState(**asdict(self._state))
         for ticket in self._running:
             insort(state.waiting, ticket)
@@ -147,7 +146,7 @@ class GroupScheduler:
         return steps * self.limits.groups_per_step - num_taken
 
     def start(self) -> int:
-        """Take a slot for the next group. Returns: its ticket."""
+        """Acquire a slot for the next group and return its ticket."""
         if not self.may_start():
             raise ValueError(f"no group may start: {self.why_not_started()}")
         ticket = self._next_ticket()
@@ -167,30 +166,30 @@ class GroupScheduler:
         return (ticket // self.limits.groups_per_epoch + 1) * self.limits.groups_per_epoch
 
     def finished(self, ticket: int, version: int | None = None) -> None:
-        """Put a group into the queue for training.
+        """Queue a group for training.
 
         Args:
-            version: of its oldest token, with `on_stale=mask` of its newest; None: the engines' when it started.
+            version: weight version of its oldest token, with `on_stale=mask` of its newest; None: the engines' version
+                at its start.
         """
         started_at = self._running.pop(ticket)
         self._state.finished[ticket] = started_at if version is None else version
 
     def failed(self, ticket: int) -> None:
-        """Give back the slot of a running group that could not be generated. Another group takes its place."""
+        """Release the slot of a running group whose generation failed. Another group replaces it."""
         del self._running[ticket]
         self._state.restarted.discard(ticket)
 
     def filtered(self, ticket: int) -> None:
-        """Give back the slot of a finished group that shall not be trained. Another group takes its place."""
+        """Release the slot of a finished group that is excluded from training. Another group replaces it."""
         del self._state.finished[ticket]
         self._state.restarted.discard(ticket)
 
     def take_stale(self) -> list[int]:
-        """Give back the slots of groups that have become too old, running or finished, and put their tickets in line
-        again: at once (`regenerate`, `mask`) or at the end of their epoch (`drop`). The caller aborts those that run.
-        With `mask` they are finished groups, of which no token could be trained: call this after `finished`, too. It
-        happens to a group once: after that, the trainer waits for it in time (`_urgent`).
-        """
+        """Release the slots of stale groups, running or finished, and requeue their tickets: at once (`regenerate`,
+        `mask`) or at the end of their epoch (`drop`). Return these tickets; the caller aborts running groups. With
+        `mask`, a finished group is stale if none of its tokens could be trained, so call this after `finished` as well.
+        A group is requeued once; afterwards the trainer waits for it in time (`_urgent`)."""
         if self.limits.order == "exact":
             return []
         # What still runs may get tokens that are young enough.
@@ -209,8 +208,8 @@ class GroupScheduler:
     # ---- training
 
     def next_batch(self) -> list[int] | None:
-        """Return the tickets of the next training step, without changing anything; None: some of them still run (or no
-        M groups are there)."""
+        """Return the tickets of the next training step without changing state; None if some of them still run or there
+        are fewer than M groups."""
         num, finished = self.limits.groups_per_step, self._state.finished
         # Asked after each end of a group: while those run that it waited for, the answer is the same.
         if len(finished) < num or (self._awaited and self._awaited <= self._running.keys()):
@@ -232,8 +231,8 @@ class GroupScheduler:
         return [*urgent, *rest][:num] if len(urgent) + len(rest) >= num else None
 
     def foreseen_batch(self) -> dict[int, int]:
-        """Return finished groups that the next training step will probably take: ticket by place in its batch. It is
-        only known if it cannot change: nothing of order `oldest`, nor where restarted groups may go first."""
+        """Return finished groups that the next training step will consume, as tickets keyed by position in its batch.
+        Only certain entries are returned: none for order `oldest` or if restarted groups may take precedence."""
         num, finished = self.limits.groups_per_step, self._state.finished
         if self.limits.order == "exact":
             first = sorted([*self._running, *finished, *self._state.waiting])[:num]
@@ -245,12 +244,12 @@ class GroupScheduler:
         return {place: ticket for place, ticket in enumerate(first) if ticket in finished}
 
     def _urgent(self) -> list[int] | None:
-        """Return the restarted groups that this step must take for all of them to be taken in time; None: it must take
-        more than are finished.
+        """Return the restarted groups that this step must consume so that all restarted groups are trained in time;
+        None if it must consume more than are finished.
 
-        The i oldest of them, whose steps are due at version + S at the latest, can all be taken later if the steps
-        from the next one to that have i places. Each step that takes what is missing to that leaves a problem of the
-        same kind that can be solved, as no more groups are started on a version than its steps up to S have slots.
+        The i oldest, due at version + S at the latest, can all be consumed later if the steps after this one up to the
+        due step have i slots. A step that consumes the groups in excess of that leaves a solvable problem of the same
+        kind, since no more groups are started on a version than its steps up to S have slots.
         """
         num, finished, first = self.limits.groups_per_step, self._state.finished, self._oldest_version()
         present = self._running | finished if self._state.restarted else {}
@@ -271,14 +270,14 @@ class GroupScheduler:
         return urgent
 
     def _oldest_version(self) -> int:
-        """Return the lowest version that the next step takes."""
+        """Return the lowest version that the next step accepts."""
         return max(0, self.num_trained_steps - self.limits.max_staleness_steps)
 
     def trained(self, tickets: Iterable[int], version: int | None = None) -> None:
-        """Count a training step over these groups.
+        """Record a training step over these groups.
 
         Args:
-            version: of the engines, if their weights were synced after the step.
+            version: weight version of the engines, if they were synced after the step.
         """
         for ticket in tickets:
             del self._state.finished[ticket]
@@ -289,13 +288,13 @@ class GroupScheduler:
             self.synced(version)
 
     def synced(self, version: int) -> None:
-        """Note that the engines hold the weights after `version` training steps."""
+        """Record that the engines have the weights after `version` training steps."""
         self._state.version = version
 
     # ---- reasons, for errors and logs
 
     def why_not_started(self) -> str:
-        """Return why no group may start now."""
+        """Describe why no group may start now."""
         if len(self._running) >= self.limits.max_running:
             return f"{len(self._running)} groups run, which is the limit (num_parallel_generation_workers)"
         if self.num_free_slots > 0:
@@ -307,7 +306,7 @@ class GroupScheduler:
         )
 
     def why_no_batch(self) -> str:
-        """Return whom the next training step waits for."""
+        """Describe which groups the next training step waits for."""
         finished, num = len(self._state.finished), self.limits.groups_per_step
         awaited = self._awaited or (self._running if self.limits.order == "exact" else ())
         names = ", ".join(map(str, sorted(awaited)[:num])) or "any"

@@ -1,7 +1,7 @@
-"""Timeline of training: which slot generated which group (or, in synchronous training, sample) when, and what the
-trainer did meanwhile.
+"""Timeline of training: which slot generated which group (in synchronous training, sample) when, and the concurrent
+phases of the trainer.
 
-One record a training step, in `rollouts/timeline.jsonl` of the run folder; the dashboard draws it. Times are Unix
+One record per training step, in `rollouts/timeline.jsonl` of the run folder, shown by the dashboard. Times are Unix
 seconds.
 """
 
@@ -17,10 +17,10 @@ Outcome = Literal["finished", "filtered", "failed", "stale"]
 
 
 class Timeline:
-    """Recorder of spans. A group has the lowest slot that is free when it starts, for as long as it runs.
+    """Recorder of time spans. A group occupies the lowest free slot from its start to its end.
 
     Args:
-        clock: gives the present time in seconds.
+        clock: returns the current time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time):
@@ -48,13 +48,13 @@ class Timeline:
         self._groups.append([ticket, slot, start, self._now(), version, outcome])
 
     def samples_ended(self, spans: Iterable[tuple[str, float, float, int, Outcome]]) -> list[str]:
-        """Record the samples of a synchronous step, each in the lowest slot that was free when it began.
+        """Record the samples of a synchronous step, each in the lowest slot that was free at its start.
 
         Args:
             spans: name, start, end, weight version and outcome of each.
 
         Returns:
-            their names, for `take`.
+            sample names, for `take`.
         """
         busy: list[tuple[float, int]] = []  # end, slot
         free: list[int] = []
@@ -87,16 +87,16 @@ class Timeline:
             self._phases.append([name, start, self._now()])
 
     def take(self, trained: Sequence[int | str], unit: Literal["group", "sample"] = "group") -> JsonObject:
-        """Return what was recorded since the last call: that of a training step.
+        """Return the record of a training step: everything since the last call.
 
         Args:
-            trained: tickets of the groups, or names of the samples, that the step trained.
-            unit: thing that has a slot.
+            trained: tickets of the groups, or names of the samples, trained by the step.
+            unit: what occupies a slot.
 
         Returns:
-            `began`, `ended`; `unit`; `trained`; `groups`, those that ended: [ticket, slot, start, end, weight version
-            at the start, outcome]; `running`, those that go on: [ticket, slot, start, weight version]; `waits`:
-            [start, end, reason]; `phases`: [name, start, end].
+            `began`, `ended`; `unit`; `trained`; `groups` that ended: [ticket, slot, start, end, weight version at the
+            start, outcome]; `running` groups: [ticket, slot, start, weight version]; `waits`: [start, end, reason];
+            `phases`: [name, start, end].
         """
         now = self._now()
         record: JsonObject = {

@@ -1,5 +1,5 @@
-"""Trajectories as rows a person can read, for `RunFolder.write_trajectories`, and what training knew of their tokens,
-for `RunFolder.write_token_columns`."""
+"""Trajectories as readable rows for `RunFolder.write_trajectories`, and per-token training values for
+`RunFolder.write_token_columns`."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ _SENTENCEPIECE_SPACE = "\u2581"
 
 
 class Detokenizer(Protocol):
-    """The part of a tokenizer that this module needs; those of transformers have it."""
+    """Interface of a tokenizer required by this module; implemented by transformers' tokenizers."""
 
     def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool = False) -> Any: ...
 
@@ -26,19 +26,19 @@ class Detokenizer(Protocol):
 
 
 def trajectory_rows(groups: Sequence[TrajectoryGroup], tokenizer: Detokenizer) -> list[dict[str, object]]:
-    """Return one JSON-ready row a trajectory (or a turn, with step-wise trajectories), in order:
+    """Return one JSON-ready row per trajectory (or per turn, with step-wise trajectories), in order:
 
-    uid, sample         which prompt, and which of its samples
-    prompt, response    text as the model saw and wrote it, special tokens included
+    uid, sample         prompt, and index of the sample
+    prompt, response    text including special tokens
     reward              the sum over the row
     stop_reason, failure ({kind, message} or null)
-    env_class           id of the environment; empty if it is not known
+    env_class           id of the environment; empty if unknown
     prompt_ids
-    tokens              of the response, one entry each: text, ids, loss_mask, log_probs (or null), rewards,
+    tokens              of the response, one entry per token: text, ids, loss_mask, log_probs (or null), rewards,
                         weight_versions (or null)
-    step, is_last_step  with step-wise trajectories: which row of its trajectory it is, from 0
-    certificate         of a recorded agent (`TokenCertificate.to_json`): the same on all rows of a trajectory
-    program_output      end of what an agent's program printed, on the last row of its trajectory
+    step, is_last_step  with step-wise trajectories: index of the row within its trajectory, and whether it is the last
+    certificate         of a recorded agent (`TokenCertificate.to_json`), equal on all rows of a trajectory
+    program_output      end of the output of an agent's program, on the last row of its trajectory
     """
     pieces = _TokenTexts(tokenizer)
     return [
@@ -96,13 +96,13 @@ def _row(
 
 
 def token_column_rows(batch: TrainingInputBatch) -> Iterator[dict[str, str]]:
-    """Yield for each row of a batch that was trained `uid` and what training knew of each response token
+    """Yield for each trained row of a batch its `uid` and the training values of each response token
     (`utils/token_columns.py`), in the order of `trajectory_rows`:
 
     trainer_log_probs   of the policy before the step
-    entropies           of the policy in the row's first forward of training
+    entropies           of the policy in the row's first training forward
     advantages
-    trained             1 on tokens that the loss counts: those of the row's loss mask that no filter took out
+    trained             1 on tokens in the loss: in the row's loss mask and not removed by a filter
     """
     lengths = batch.tensor("response_mask").sum(dim=1).tolist()
     trained = batch.tensor("loss_mask").cpu().numpy() != 0
@@ -119,14 +119,15 @@ def token_column_rows(batch: TrainingInputBatch) -> Iterator[dict[str, str]]:
 
 
 class _TokenTexts:
-    """The text of each token, such that they join to (nearly) the decoded text. Remembers every token it has seen."""
+    """Text of each token, such that the concatenation (nearly) equals the decoded text. Caches all tokens."""
 
     def __init__(self, tokenizer: Detokenizer):
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """One text a token. A character made of several tokens (an emoji, say) stands on the last of them."""
+        """Return one text per token. A character made of several tokens (e.g. an emoji) is attributed to the last of
+        them."""
         texts = [self._text(token) for token in ids]
         index = 0
         while index < len(texts):
@@ -146,7 +147,7 @@ class _TokenTexts:
         return self._known[token]
 
     def _join_character(self, ids: Sequence[int], texts: list[str], start: int) -> int:
-        """Put the character whose first bytes are token `start` onto its last token; returns that token's index."""
+        """Attribute the character whose first bytes are token `start` to its last token; return that token's index."""
         for end in range(start + 2, min(start + _MAX_TOKENS_OF_A_CHARACTER, len(ids)) + 1):
             joined = self._tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
             if _REPLACEMENT not in joined:
@@ -160,5 +161,5 @@ def _failure_row(failure: Failure | None) -> dict[str, str] | None:
 
 
 def _short(value: float) -> float:
-    """A float32 in as few digits as say exactly which one it is."""
+    """Return a float32 with the fewest digits that identify it exactly."""
     return float(f"{value:.9g}")

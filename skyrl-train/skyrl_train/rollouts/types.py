@@ -1,11 +1,11 @@
-"""Trajectory groups: the form of rollouts from the generator to `collate`, which makes tensors of them.
+"""Trajectory groups: representation of rollouts from the generator to `collate`, which converts them to tensors.
 
     TrainingSample      tokens of one row of the training batch: a trajectory, or one of its turns
     Trajectory          one attempt at a prompt: its samples, how it ended, what failed
     TrajectoryGroup     the trajectories of one prompt, whose rewards are compared with each other
     RolloutBatch        the groups of one request to a generator, and its metrics
 
-All are frozen: a filter returns new ones. Columns of parallel lists exist at the public border alone (`adapter`).
+All are frozen: filters return new objects. Columns of parallel lists exist only at the public interface (`adapter`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ NO_VERSION = -1
 
 @dataclass(frozen=True)
 class TrajectoryID:
-    """Identity of a sample: its prompt and its number among the prompt's samples."""
+    """Identity of a sample: its prompt and its index among the prompt's samples."""
 
     instance_id: str
     repetition_id: int
@@ -35,7 +35,7 @@ class TrajectoryID:
 
 @dataclass(frozen=True)
 class Failure:
-    """Cause of a failed trajectory, for masking, metrics and the reader of the trajectories file."""
+    """Cause of a failed trajectory, used for masking, metrics and the trajectories file."""
 
     kind: FailureKind
     message: str
@@ -43,7 +43,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """Tokens that are one row of the training batch. All lists but `prompt_ids` have one entry per response token.
+    """Tokens of one row of the training batch. All lists except `prompt_ids` have one entry per response token.
 
     Examples:
         A response with two tokens of the model around one of the environment:
@@ -94,7 +94,7 @@ class TrainingSample:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One attempt at a prompt, as it ended. A failed one has loss mask 0 and reward 0 everywhere.
+    """One completed attempt at a prompt. A failed trajectory has loss mask 0 and reward 0 everywhere.
 
     Examples:
         >>> sample = TrainingSample([5, 6, 7], [8, 9, 2], loss_mask=[1, 1, 1], rewards=[0.0, 0.0, 1.0])
@@ -147,7 +147,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class TrajectoryGroup:
-    """The trajectories of one prompt, in the order of their repetitions.
+    """Trajectories of one prompt, in order of repetition.
 
     Examples:
         >>> right = TrainingSample([5, 6, 7], [8, 9, 2], loss_mask=[1, 1, 1], rewards=[0.0, 0.0, 1.0])
@@ -165,10 +165,10 @@ class TrajectoryGroup:
 
 
 def grouped(trajectories: Sequence[Trajectory], uids: Sequence[str] | None = None) -> list[TrajectoryGroup]:
-    """Return trajectories as groups: neighbours of the same prompt are one group.
+    """Group trajectories: consecutive trajectories of the same prompt form a group.
 
     Args:
-        uids: the prompt of each; None: the instance of its id.
+        uids: prompt of each trajectory; None: the instance id of the trajectory.
     """
     uids = [trajectory.id.instance_id for trajectory in trajectories] if uids is None else uids
     pairs = zip(uids, trajectories, strict=True)
@@ -180,7 +180,7 @@ def grouped(trajectories: Sequence[Trajectory], uids: Sequence[str] | None = Non
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Groups in the order of their prompts, and what the generator reports of them."""
+    """Groups in the order of their prompts, and the generator's metrics."""
 
     groups: list[TrajectoryGroup]
 

@@ -1,4 +1,4 @@
-"""The vocabulary of weight sync: what the trainer sends and what an engine receives. Knows neither of them."""
+"""Data types and interfaces of weight sync between trainer and engines. Independent of both."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ class WeightSyncInitInfo:
 
 
 class Place(TypedDict, total=False):
-    """Fields of a `WeightUpdateRequest` that say where its bytes are."""
+    """Fields of a `WeightUpdateRequest` that locate its bytes."""
 
     location: str
     handles: JsonObject
@@ -61,10 +61,10 @@ class Place(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdateRequest:
-    """Description of one bucket of parameters, in order. Can travel as JSON. `dtypes` are torch names such as
+    """Description of one bucket of parameters, in order. JSON-serializable. `dtypes` are torch names such as
     `bfloat16`.
 
-    The bytes of a `full` bucket are its tensors one after the other.
+    The bytes of a `full` bucket are its concatenated tensors.
 
     Examples:
         The first bucket of version 7: a matrix of three elements in bfloat16, 2 bytes each, and a scalar:
@@ -114,7 +114,7 @@ class WeightUpdateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraLoadRequest:
-    """An adapter in a folder as peft writes it (`adapter_config.json`, `adapter_model.safetensors`).
+    """Adapter in a folder in peft's format (`adapter_config.json`, `adapter_model.safetensors`).
 
     Examples:
         >>> LoraLoadRequest(name="policy", path="/tmp/adapter", version=7).version
@@ -128,10 +128,10 @@ class LoraLoadRequest:
 
 @dataclass(kw_only=True)
 class ProcessReport:
-    """Weights of one process of an engine after an update. Serializable as JSON.
+    """Report of one engine process about its weights after an update. Serializable as JSON.
 
     Examples:
-        A process that holds half of a tensor of 8 bytes, and all of its half was read:
+        A process with half of an 8-byte tensor, all of which was read:
 
         >>> report = ProcessReport(process="rank 0", fingerprints={"w": 99}, read=["w"], held_bytes=4, read_bytes=4)
     """
@@ -155,7 +155,7 @@ class WeightReport:
     """Report of an engine about its weights after an update.
 
     Examples:
-        Two processes with half of a tensor each, one of which computes with other numbers:
+        Two processes with half of a tensor each, one with wrong values:
 
         >>> half = {"fingerprints": {"w": 99}, "read": ["w"], "held_bytes": 4, "read_bytes": 4}
         >>> good, bad = ProcessReport(process="rank 0", **half), ProcessReport(process="rank 1", wrong=["w"], **half)
@@ -180,23 +180,23 @@ class WeightReport:
 
     @classmethod
     def of_processes(cls, version: int, reports: Sequence[ProcessReport]) -> "WeightReport":
-        """The report of an engine of several processes, each of which was given every tensor whole.
+        """Combine the reports of an engine's processes, each of which received every tensor completely.
 
         Raises:
-            WeightSyncError: two processes were given different bytes.
+            WeightSyncError: two processes received different bytes.
         """
         fingerprints: dict[str, int] = {}
         wrong: dict[str, list[str]] = {}
         for report in reports:
             for name, value in report.fingerprints.items():
-                # Each process was handed the whole tensor before it took its part, so all fingerprints must agree.
+                # Each process received the whole tensor before taking its shard, so all fingerprints must agree.
                 if fingerprints.setdefault(name, value) != value:
                     raise WeightSyncError(
                         f"{reports[0].process} and {report.process} were given other values of {name}"
                     )
             for name in report.wrong:
                 wrong.setdefault(name, []).append(report.process)
-        # One process is enough: with pipeline parallelism a layer is in one of them.
+        # One process is sufficient: with pipeline parallelism each layer is in one process.
         read = {name for report in reports for name in report.read}
         return cls(
             version=version,
@@ -209,11 +209,11 @@ class WeightReport:
 
 
 class WeightUpdates(ABC):
-    """Calls of a weight sync that every engine takes."""
+    """Weight sync methods that every engine implements."""
 
     @abstractmethod
     async def weight_version(self) -> int:
-        """Return the version that the next token will have; 0 until a first update."""
+        """Return the weight version of the next token; 0 before the first update."""
 
     @abstractmethod
     async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None: ...
@@ -221,17 +221,17 @@ class WeightUpdates(ABC):
     @abstractmethod
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
         """Receive one bucket of named parameters. No token is computed until `finish_weight_update`; running requests
-        stay, and new ones wait, with or without `pause_generation`."""
+        are kept and new requests wait, with or without `pause_generation`."""
 
     @abstractmethod
     async def finish_weight_update(self, version: int) -> WeightReport:
-        """Finish the update after its last bucket: take on `version`, stop using cached prefixes of older versions, and
-        report a fingerprint of every tensor of this update as the engine holds it now."""
+        """Finish the update after its last bucket: switch to `version`, invalidate cached prefixes of older versions,
+        and report a fingerprint of every updated tensor as held by the engine."""
 
 
 class EngineHandles(ABC):
-    """The engines, wherever they run. Calls start at once; `wait` ends them, by their answers or an error that names
-    the engine, before a deadline of its own."""
+    """Interface of handles to all engines. Calls start immediately; `wait` returns their results, or raises an error
+    that names the engine, before a separate deadline."""
 
     num_engines: int
 
@@ -240,13 +240,13 @@ class EngineHandles(ABC):
         return [self.start(index, method, *args) for index in range(self.num_engines)]
 
     def call_each(self, method: Callable[[Any, T], object], args: Sequence[T]) -> list[Any]:
-        """Start a call to every engine, with the i-th argument to the i-th engine."""
+        """Start a call to every engine, with the i-th argument for the i-th engine."""
         return [self.start(index, method, arg) for index, arg in enumerate(args)]
 
     @abstractmethod
     def start(self, index: int, method: Callable[..., object], *args: object) -> Any:
-        """Start a call to engine `index`, of its method that has this name."""
+        """Start a call of the named method of engine `index`."""
 
     @abstractmethod
     def wait(self, calls: list[Any]) -> list[Any]:
-        """Return the answers of started calls."""
+        """Return the results of started calls."""

@@ -1,4 +1,4 @@
-"""Bytes from the trainer's rank 0 to every process of every engine, by a group of their own beside all others."""
+"""Broadcast transport: from the trainer's rank 0 to every process of every engine, in a separate process group."""
 
 from datetime import timedelta
 from typing import Any
@@ -13,41 +13,41 @@ from skyrl_train.weight_sync.transport import Reader, Writer
 
 
 class BroadcastGroup:
-    """A process group over gloo or nccl whose rank 0 sends. Creating it returns once every member has come.
+    """Process group over gloo or nccl in which rank 0 sends. The constructor returns after every member has joined.
 
     Args:
-        init_info: where the group meets.
-        device: where this process wants the bytes (gloo moves them through host memory).
-        rank: of this process in the group.
+        init_info: rendezvous of the group.
+        device: destination of the bytes in this process (gloo copies them through host memory).
+        rank: rank of this process in the group.
     """
 
     def __init__(self, init_info: WeightSyncInitInfo, device: torch.device, rank: int):
         timeout = timedelta(seconds=init_info.timeout_seconds)
         self.device = device if init_info.backend == "nccl" else torch.device("cpu")
-        self._group: Any  # the two kinds of group share no typed base
+        self._group: Any  # the two group classes have no common typed base
         try:
             store = TCPStore(
                 init_info.master_address, init_info.master_port, init_info.world_size, rank == 0, timeout=timeout
             )
             if init_info.backend == "nccl":
-                from torch.distributed import ProcessGroupNCCL  # only in builds for CUDA
+                from torch.distributed import ProcessGroupNCCL  # only in CUDA builds
 
                 options = ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 self._group = ProcessGroupNCCL(store, rank, init_info.world_size, options)
             else:
                 self._group = ProcessGroupGloo(store, rank, init_info.world_size, timeout)
-        except RuntimeError as error:  # torch's DistError is one: a member did not come, the port is taken
+        except RuntimeError as error:  # includes torch's DistError: a member did not join, or the port is in use
             raise WeightSyncError(
                 f"rank {rank} of {init_info.world_size} could not join the weight-sync group at "
                 f"{init_info.master_address}:{init_info.master_port} within {init_info.timeout_seconds:.0f} s: {error}"
             ) from error
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Send (rank 0) or fill (others) `flat`, on the group's device. Every member must call it.
+        """Send (rank 0) or receive (other ranks) `flat` on the group's device. A collective.
 
         Raises:
-            WeightSyncError: a member is dead or silent, or the group was left.
+            WeightSyncError: a member crashed or timed out, or the group was aborted.
         """
         group = self._group
         if group is None:
@@ -60,10 +60,10 @@ class BroadcastGroup:
             ) from error
 
     def abort(self) -> None:
-        """End pending calls of other threads and members by an error."""
+        """Abort pending calls of other threads and members with an error."""
         if self._group is not None:
             self._group.abort()
-        self._group = None  # its connections close with it: only so do the others hear of it
+        self._group = None  # closes its connections, by which the other members are notified
 
     def close(self) -> None:
         if self._group is not None:
@@ -72,19 +72,19 @@ class BroadcastGroup:
 
 
 class BroadcastWriter(Writer):
-    """The trainer's end."""
+    """Trainer side of the broadcast transport."""
 
     def __init__(self, init_info: WeightSyncInitInfo, device: torch.device):
         self._group = BroadcastGroup(init_info, device, rank=0)
         self._buffers = [Buffer(self._group.device) for _ in range(2)]  # one is sent while the other is filled
 
     def write(self, payload: Payload, version: int, index: int) -> Place:
-        """Copy a bucket into one piece."""
+        """Copy a bucket into one contiguous buffer."""
         payload.copy_to(self._buffers[index % 2].first(payload.num_bytes))
         return {}
 
     def transmit(self, request: WeightUpdateRequest) -> None:
-        """Send a bucket; the engines must have been told."""
+        """Send a bucket; the engines must have been notified."""
         self._group.broadcast(_header(request, self._group.device))
         if request.num_bytes:
             self._group.broadcast(self._buffers[request.index % 2].first(request.num_bytes))
@@ -97,22 +97,22 @@ class BroadcastWriter(Writer):
 
 
 class BroadcastReader(Reader):
-    """The end of one process of an engine."""
+    """Engine side of the broadcast transport, in one process."""
 
     def __init__(self, init_info: WeightSyncInitInfo, device: torch.device, process_index: int):
         self._group = BroadcastGroup(init_info, device, rank=init_info.rank + process_index)
         self._buffer = Buffer(self._group.device)
 
     def read(self, request: WeightUpdateRequest) -> torch.Tensor:
-        """The bucket's bytes. [num_bytes] uint8, on the group's device
+        """Receive the bucket's bytes [num_bytes] uint8, on the group's device.
 
         Raises:
-            WeightSyncError: the trainer sends another bucket, or a member is dead or silent.
+            WeightSyncError: the trainer sends another bucket, or a member crashed or timed out.
         """
         expected = _header(request, self._group.device)
         header = torch.empty_like(expected)
         self._group.broadcast(header)
-        if not torch.equal(header, expected):  # members that expect different lengths would crash or wait for ever
+        if not torch.equal(header, expected):  # members that expect different lengths would crash or wait forever
             version, index, num_bytes = header.tolist()
             raise WeightSyncError(
                 f"bucket {request.index} of version {request.version} announces {request.num_bytes} bytes, but the "
@@ -128,5 +128,5 @@ class BroadcastReader(Reader):
 
 
 def _header(request: WeightUpdateRequest, device: torch.device) -> torch.Tensor:
-    """Encode the header of a bucket. [3] int64"""
+    """Encode the header of a bucket, [3] int64."""
     return torch.tensor([request.version, request.index, request.num_bytes], device=device)

@@ -1,5 +1,5 @@
-"""A few fixed tokens whose log-probs trainer and engine must agree on: the proof that weights which arrived are those
-that the engine computes with. Knows neither of them."""
+"""Canary check: fixed tokens whose log-probs must agree between trainer and engine, which proves that an engine
+computes with the received weights. Independent of both."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -25,33 +25,33 @@ LogProbs = Sequence[Sequence[float]]
 
 
 def canary_prompts(vocab_size: int, max_length: int) -> list[list[int]]:
-    """The same random tokens at every call. [NUM_CANARIES][CANARY_LENGTH], shorter only in a shorter context."""
+    """Return fixed random tokens [NUM_CANARIES][CANARY_LENGTH], shorter only for a shorter context."""
     generator = torch.Generator().manual_seed(20_260_101)
-    # At least two tokens: the first has no log-prob. One place of the context is left for the token that the engine
-    # must generate.
+    # At least two tokens: the first has no log-prob. One position of the context is reserved for the token that the
+    # engine must generate.
     length = max(2, min(CANARY_LENGTH, max_length - 1))
     return torch.randint(vocab_size, (NUM_CANARIES, length), generator=generator).tolist()
 
 
 def mean_difference(expected: LogProbs, found: LogProbs) -> float:
-    """Mean absolute difference over all tokens [nats]; infinite where a number is missing or not finite."""
+    """Compute the mean absolute difference over all tokens [nats]; infinite if a number is missing or not finite."""
     if [len(row) for row in expected] != [len(row) for row in found]:
         return float("inf")
     gap = (torch.tensor([*map(list, expected)]) - torch.tensor([*map(list, found)])).abs().mean().item()
-    # NaN is not above any tolerance in a comparison, and would pass.
+    # NaN is not greater than any tolerance and would pass the comparison.
     return gap if gap == gap else float("inf")
 
 
 class CanaryTolerance:
-    """The largest mean difference of log-probs that a sync may leave: ten times that of the first syncs.
+    """Maximum mean difference of log-probs after a sync: ten times the difference of the first syncs.
 
-    The first one, into random weights, may differ by what the number formats explain. The measure is the median of the
-    first few, relative to the size of the log-probs, which grow as a model becomes sure, and their rounding with them.
-    It stays as it was then: a difference that grows slowly is what a layer that is not updated looks like.
+    The first sync may differ by the rounding of the number formats. The reference is the median of the first syncs,
+    relative to the size of the log-probs, since rounding errors scale with it. It is not updated later: a slowly
+    growing difference indicates a layer that is not updated.
 
     Args:
         formats: number formats of trainer and engine.
-        fixed: holds instead (`generator.weight_sync_canary_tolerance`).
+        fixed: constant tolerance used instead (`generator.weight_sync_canary_tolerance`).
     """
 
     def __init__(self, formats: Sequence[str], fixed: float | None = None):
@@ -66,28 +66,28 @@ class CanaryTolerance:
             return self._fixed
         if not self._measured:
             return self._most
-        # The median: one of the first syncs may hit a token that goes to another expert.
+        # The median, since in one of the first syncs a token may be routed to another expert.
         measured = _MARGIN * median(self._measured) * _size(expected)
         return min(self._most, max(self._least, measured))
 
     def update(self, gap: float, expected: LogProbs) -> None:
-        """Adjust the tolerance after a sync that passed."""
-        # Measured only at the beginning: a tolerance that followed the gap would learn to accept a growing one.
+        """Update the tolerance after a successful sync."""
+        # Measured only at the beginning: a tolerance that follows the gap would accept a growing gap.
         if len(self._measured) < _NUM_MEASURED:
             self._measured.append(gap / _size(expected))
 
 
 def _size(log_probs: LogProbs) -> float:
-    """Mean absolute value, not below 1 nat."""
+    """Return the mean absolute value, at least 1 nat."""
     values = [abs(value) for row in log_probs for value in row]
     return max(1.0, sum(values) / max(1, len(values)))
 
 
 def check_canaries(expected: LogProbs, of_engines: Sequence[LogProbs], tolerance: float, version: int) -> float:
-    """The largest `mean_difference` of an engine.
+    """Return the largest `mean_difference` of all engines.
 
     Raises:
-        WeightSyncError: it is above `tolerance`.
+        WeightSyncError: the difference is above `tolerance`.
     """
     gaps = [mean_difference(expected, found) for found in of_engines]
     for index, gap in enumerate(gaps):

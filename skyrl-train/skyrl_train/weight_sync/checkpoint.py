@@ -1,8 +1,9 @@
-"""Bytes through files that trainer and engines both see: safetensors in Hugging Face's layout, which any server loads.
+"""File transport for trainer and engines with a shared file system: safetensors in Hugging Face's layout, which any
+server can load.
 
     <directory>/<version>/model-00001-of-00002.safetensors, ..., model.safetensors.index.json
 
-A version's folder appears at once and complete. It is deleted after all engines have taken on a later one.
+A version's folder appears atomically. It is deleted after all engines have a later version.
 """
 
 import json
@@ -24,7 +25,7 @@ from skyrl_train.weight_sync.transport import Reader, Writer
 
 INDEX = "model.safetensors.index.json"
 _UNFINISHED = ".unfinished"
-_RAW = ".bucket"  # a payload that is no safetensors file: changes, for engines that know their base
+_RAW = ".bucket"  # a payload other than safetensors: deltas, for engines with the base version
 _DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -42,7 +43,7 @@ _DTYPES = {
 
 
 class CheckpointVersion:
-    """The files of one version while they are written."""
+    """Files of one version while they are written."""
 
     def __init__(self, directory: Path, version: int):
         self.version = version
@@ -54,7 +55,7 @@ class CheckpointVersion:
         self._unfinished.mkdir(parents=True)
 
     def add(self, payload: Payload) -> None:
-        """Write one bucket to a file of its own, tensor by tensor."""
+        """Write one bucket to a separate file, tensor by tensor."""
         with (self._unfinished / str(len(self._names))).open("wb") as file:
             file.write(_header(payload))
             _write_bytes(file, payload)
@@ -62,26 +63,26 @@ class CheckpointVersion:
         self._num_bytes += payload.num_bytes
 
     def publish(self) -> list[Path]:
-        """Rename the files and their folder to their final names. Returns: the files."""
+        """Rename the files and their folder to their final names. Returns the files."""
         count = len(self._names)
         names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
         for number, name in enumerate(names):
             (self._unfinished / str(number)).rename(self._unfinished / name)
         weight_map = {tensor: name for name, tensors in zip(names, self._names, strict=True) for tensor in tensors}
         index = {"metadata": {"total_size": self._num_bytes}, "weight_map": weight_map}
-        write_atomically(self._unfinished / INDEX, json.dumps(index, indent=2))  # also flushes the folder's names
-        put_in_place(self._unfinished, self._folder)  # over one of a run before
+        write_atomically(self._unfinished / INDEX, json.dumps(index, indent=2))  # also flushes the folder's entries
+        put_in_place(self._unfinished, self._folder)  # replaces one of an earlier run
         return [self._folder / name for name in names]
 
 
 class CheckpointWriter(Writer):
-    """The trainer's end. The last version's files stay for servers that start again."""
+    """Trainer side of the file transport. The last version's files are kept for restarting servers."""
 
     def __init__(self, directory: str):
         self._directory = Path(directory)
 
     def write(self, payload: Payload, version: int, index: int) -> Place:
-        """Return the place of the bytes, after writing them if they are in no file yet."""
+        """Write the bytes unless they already are in a file, and return their location."""
         if payload.place:
             return payload.place
         folder = self._directory / str(version)
@@ -91,7 +92,7 @@ class CheckpointWriter(Writer):
             unfinished = file.with_suffix(_UNFINISHED)
             with unfinished.open("wb") as opened:
                 _write_bytes(opened, payload)
-            unfinished.rename(file)  # an engine may still have the one of a failed try mapped
+            unfinished.rename(file)  # an engine may still map the file of a failed attempt
         except OSError as error:
             raise WeightSyncError(f"{file} cannot be written (generator.weight_sync_directory): {error}") from error
         return {"location": str(file)}
@@ -105,13 +106,13 @@ class CheckpointWriter(Writer):
 
 
 class CheckpointReader(Reader):
-    """An engine's end, for engines that take tensors instead of a folder."""
+    """Engine side of the file transport, for engines that load tensors rather than a folder."""
 
     def read(self, request: WeightUpdateRequest) -> torch.Tensor:
-        """The bucket's bytes, mapped from its file. [num_bytes] uint8
+        """Read the bucket's bytes [num_bytes] uint8, mapped from its file.
 
         Raises:
-            WeightSyncError: the file is not there or not what was announced.
+            WeightSyncError: the file is missing or differs from the request.
         """
         if request.num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -133,7 +134,7 @@ class CheckpointReader(Reader):
 
 
 def _header(payload: Payload) -> bytes:
-    """The beginning of a safetensors file: the length of what follows, and the tensors' places as JSON."""
+    """Return the start of a safetensors file: header length, and tensor offsets as JSON."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, dtype, shape in zip(payload.names, payload.dtypes, payload.shapes, strict=True):
@@ -141,7 +142,7 @@ def _header(payload: Payload) -> bytes:
         entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
     return struct.pack("<Q", len(text)) + text
 
 

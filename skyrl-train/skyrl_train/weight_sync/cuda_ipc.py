@@ -1,4 +1,5 @@
-"""Bytes through memory of a GPU that the trainer owns and engines on the same GPU open: `shared_memory` on a device."""
+"""CUDA IPC transport: GPU memory owned by the trainer and opened by engines on the same GPU (`shared_memory` on a
+device)."""
 
 import base64
 
@@ -16,14 +17,14 @@ NUM_SLOTS = 2
 
 
 def gpu_uuid(device: torch.device) -> str | None:
-    """Return the name of a GPU that is the same in every process, whichever GPUs each of them sees. None: a CPU."""
+    """Return the identifier of a GPU, equal in every process independent of visible devices. None: a CPU."""
     if device.type != "cuda":
         return None
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 class CudaIpcWriter(Writer):
-    """The trainer's end."""
+    """Trainer side of the CUDA IPC transport."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -47,7 +48,7 @@ class CudaIpcWriter(Writer):
 
 
 class CudaIpcReader(Reader):
-    """An engine's end. What it returns is the trainer's memory: copy it, never write to it."""
+    """Engine side of the CUDA IPC transport. The result is the trainer's memory: copy it, never write to it."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -55,12 +56,12 @@ class CudaIpcReader(Reader):
         self._opened: dict[str, torch.Tensor] = {}
 
     def read(self, request: WeightUpdateRequest) -> torch.Tensor:
-        """The bucket's bytes. [num_bytes] uint8, on the GPU
+        """Return the bucket's bytes [num_bytes] uint8, on the GPU.
 
         Raises:
-            WeightSyncError: the memory is on another GPU, or shorter than announced.
+            WeightSyncError: the memory is on another GPU, or shorter than declared.
         """
-        torch.cuda.synchronize(self._device)  # what was copied out of the bucket before may be overwritten from here on
+        torch.cuda.synchronize(self._device)  # the previous bucket may be overwritten from here on
         if request.num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         handle = request.handles.get(self._uuid)
@@ -90,7 +91,7 @@ _FIELDS = ("device", "memory", "size", "offset", "ref_counter", "ref_counter_off
 
 
 def _handle_of(flat: torch.Tensor) -> JsonObject:
-    """Return a handle, fit for JSON, that opens a tensor's memory in another process."""
+    """Return a JSON-serializable handle by which another process opens a tensor's memory."""
     shared = dict(zip(_FIELDS, flat.untyped_storage()._share_cuda_(), strict=True))
     return {name: base64.b64encode(value).decode() if name in _BYTES else value for name, value in shared.items()}
 

@@ -1,9 +1,9 @@
-"""Changes between two versions of a tensor in few bytes, exactly.
+"""Lossless, compact encoding of changes between two versions of a tensor.
 
-After a small step most numbers of a low-precision model are as before, and the rest moved by one or two units in the
-last place. Where few changed: the gaps between changed positions, a byte each, and the differences of their bits, taken
-as integers; where many did: the differences of all. Differences are written with the sign last (0, -1, 1, -2, 2 become
-0, 1, 2, 3, 4), all low bytes before all high ones, where a general compressor then finds little. Measured on a first
+After a small step most numbers of a low-precision model are unchanged, and the others differ by one or two units in the
+last place. If few changed, the encoding has the gaps between changed positions, one byte each, and the differences of
+their bits as integers; otherwise the differences of all numbers. Differences are encoded with the sign last (0, -1, 1,
+-2, 2 become 0, 1, 2, 3, 4), all low bytes before all high bytes, which compress to almost nothing. Measured on a first
 Adam step at learning rate 1e-6 in bfloat16: 4.2 % of the numbers changed, 2.3 % of the bytes.
 """
 
@@ -20,10 +20,10 @@ Integers = np.ndarray
 
 CHUNK_ELEMENTS = 1 << 20
 """Encoded together: bounds what encoding needs besides the tensor."""
-_DENSE_FROM = 1 / 6  # of the elements changed: their positions would cost more than the others' zeros
+_DENSE_FROM = 1 / 6  # fraction of changed elements above which their positions cost more than the zeros of the others
 _UNCHANGED, _SPARSE, _DENSE = range(3)
-_HEADER = struct.Struct("<B4I")  # kind, changed elements, bytes of gaps, bytes of gaps and of differences, compressed
-_ESCAPE = 255  # in gaps: go on by so many, and read on
+_HEADER = struct.Struct("<B4I")  # kind, changed elements, bytes of gaps, compressed bytes of gaps and of differences
+_ESCAPE = 255  # in gaps: advance by this number and read the next byte
 
 
 def encode(new: Integers, base: Integers) -> Iterator[bytes]:
@@ -34,10 +34,11 @@ def encode(new: Integers, base: Integers) -> Iterator[bytes]:
 
 
 def apply(payload: memoryview, base: Integers) -> int:
-    """Change `base` in place into the `new` that `encode` was given. Returns: the number of bytes read.
+    """Apply an encoded change to `base` in place, which then equals the `new` of `encode`. Returns the number of bytes
+    read.
 
     Raises:
-        WeightSyncError: the payload is not of such a tensor.
+        WeightSyncError: the payload does not match the tensor.
     """
     position = 0
     for start in range(0, len(base), CHUNK_ELEMENTS):
@@ -81,7 +82,7 @@ def _apply_chunk(payload: memoryview, base: Integers) -> int:
 
 
 def _gaps(positions: np.ndarray) -> np.ndarray:
-    """The distance to each position from the one before (the first: from -1), as bytes with escapes."""
+    """Return the distance of each position to the previous one (of the first to -1), as bytes with escapes."""
     gaps = np.diff(positions, prepend=-1)
     escapes = gaps // _ESCAPE
     ends = np.cumsum(escapes + 1) - 1
@@ -118,5 +119,5 @@ def _decompress(values: memoryview, num_bytes: int) -> np.ndarray:
 
 
 def _codec() -> pa.Codec:
-    """A new one a call (a fifth of a microsecond): nothing says that threads may share one."""
+    """Return a new codec for each call (0.2 microseconds), since thread safety is not documented."""
     return pa.Codec("zstd", compression_level=1)

@@ -1,7 +1,7 @@
-"""An engine's end of the encoding `delta`: whole tensors out of the last ones and what changed.
+"""Engine side of the encoding `delta`: reconstructs whole tensors from the previous tensors and the changes.
 
-It yields every tensor of the model, changed or not: loaders want whole tensors and layers, copying them costs little
-beside decoding, and so the proof after a sync covers the whole model.
+It yields every tensor of the model, changed or not: loaders expect whole tensors and layers, copying is cheap compared
+with decoding, and weight verification then covers the whole model.
 """
 
 import torch
@@ -29,14 +29,14 @@ class DeltaDecoder:
         self._base_version: int | None = None
 
     def receive(self, request: WeightUpdateRequest, flat: torch.Tensor) -> Bucket:
-        """The bucket's tensors, on the host. `flat`: its payload, changes or whole tensors.
+        """Decode the bucket's tensors on the host. `flat`: its payload, deltas or whole tensors.
 
         Raises:
-            WeightSyncError: the changes are to a version that is not here, or were altered on their way.
+            WeightSyncError: the base version of the deltas is missing, or the payload was altered.
         """
         if request.index == 0:
-            # From here on the file is a mixture of two versions: an update that breaks off leaves None, and the
-            # trainer sends whole tensors.
+            # From here on the file mixes two versions: an interrupted update leaves None, and the trainer then sends
+            # whole tensors.
             self._base_version, self._last.version = self._last.version, None
         if request.base_version is None:
             bucket = split_bytes(request, flat)
@@ -51,14 +51,13 @@ class DeltaDecoder:
             )
         changes = _checked(request, flat)
         bucket: Bucket = []
-        # One buffer for the bucket, taken again for the next: the tensors of a bucket are used up before another is
-        # received.
+        # One buffer, reused for the next bucket, since a bucket's tensors are consumed before the next is received.
         room = self._buffer.first(sum(_room(self._last.num_bytes(name)) for name in request.names))
         for name, dtype, shape in kinds:
             num_bytes = self._last.num_bytes(name)
             tensor, room = room[:num_bytes], room[_room(num_bytes) :]
             self._last.read(name, tensor)
-            # The differences are added in place; what `apply` returns is the end of this tensor's changes.
+            # The differences are added in place; `apply` returns the end of this tensor's changes.
             changes = changes[apply(changes, integers_of(tensor, dtype)) :]
             self._last.write(name, dtype, shape, tensor)
             bucket.append((name, tensor.view(getattr(torch, dtype)).view(shape)))
@@ -69,7 +68,7 @@ class DeltaDecoder:
         return bucket
 
     def finish(self, version: int) -> None:
-        """Record that all tensors are of `version`."""
+        """Record that all tensors have `version`."""
         self._last.version = version
 
     def close(self) -> None:
@@ -77,20 +76,20 @@ class DeltaDecoder:
 
 
 def _room(num_bytes: int) -> int:
-    """Return a buffer of so many bytes and the alignment of the next tensor."""
-    # A tensor of a wider dtype may follow, and a view as that dtype needs an aligned start.
+    """Return a buffer of this many bytes and the alignment of the next tensor."""
+    # A tensor of a wider dtype may follow, whose view needs an aligned start.
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _checked(request: WeightUpdateRequest, flat: torch.Tensor) -> memoryview:
-    """The encoded changes.
+    """Return the encoded changes after verifying their checksum.
 
     Raises:
-        WeightSyncError: they are not what was sent.
+        WeightSyncError: they were altered.
     """
     payload = flat.cpu().numpy().data
     changes, digest = payload[:-DIGEST_BYTES], payload[-DIGEST_BYTES:]
-    # The hash is checked before anything is applied: a change that is applied cannot be taken back.
+    # The hash is checked first, since an applied change cannot be reverted.
     if len(payload) != request.num_bytes or xxhash.xxh3_64_digest(changes) != digest:
         raise WeightSyncError(
             f"the changes in bucket {request.index} of version {request.version} ({request.names[0]} to "

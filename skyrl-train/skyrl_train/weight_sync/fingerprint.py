@@ -1,7 +1,7 @@
-"""A number for a tensor's bytes, so that trainer and engine can compare what they hold without sending it.
+"""Fingerprints of tensors, by which trainer and engine compare weights without sending them.
 
-Equal bytes, dtype and shape give equal numbers on every device; different ones differ but for a chance of 2^-63. The
-bytes are hashed on the host: a GPU sends what is read of its tensors there, the samples of all tensors in one go.
+Equal bytes, dtype and shape give equal fingerprints on every device; others collide with probability 2^-63. The bytes
+are hashed on the host; a GPU copies the samples of all tensors there in one transfer.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -22,13 +22,13 @@ BLOCK_BYTES = 1 << 12
 MOST_TURNS = 128
 """Upper bound of `num_turns`: at each version, at least one block in this many of a large tensor is read, others each
 time."""
-_LEAST_BLOCKS = 8  # of a tensor just over the limit
+_LEAST_BLOCKS = 8  # for a tensor just over the limit
 _HOST_CHUNK_BYTES = 1 << 26
 _MOST_NAMED = 3
 
 
 def num_turns(num_bytes: int) -> int:
-    """Return the number of consecutive versions after which `sampled` has read every byte of a tensor of this size."""
+    """Return the number of consecutive versions in which `sampled` reads every byte of a tensor of this size."""
     if num_bytes <= WHOLE_BYTES:
         return 1
     return min(MOST_TURNS, num_bytes // BLOCK_BYTES // _LEAST_BLOCKS)
@@ -36,15 +36,15 @@ def num_turns(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class VerificationSample:
-    """Sample of the rows or columns of a matrix that is verified at one version: all, or every n-th, others at the next
-    version."""
+    """Rows or columns of a matrix that are verified at one version: all, or every n-th with an offset that depends on
+    the version."""
 
     version: int
     verification: Verification
 
     def of(self, length: int, num_bytes: int) -> slice:
-        """Return the indices to read among `length`, of a matrix of `num_bytes`: 8 or more, else the share that
-        `sampled` reads."""
+        """Return the indices to read among `length`, for a matrix of `num_bytes`: at least 8, otherwise the fraction
+        that `sampled` reads."""
         turns = 1 if self.verification == "full" else min(num_turns(num_bytes), max(1, length // _LEAST_BLOCKS))
         return slice(self.version % turns, None, turns)
 
@@ -55,10 +55,10 @@ def num_bytes_read(num_bytes: int, verification: Verification) -> int:
 
 
 def fingerprint_of(tensor: torch.Tensor, version: int, verification: Verification) -> int:
-    """The fingerprint of one tensor, whatever its name.
+    """Compute the fingerprint of one tensor, independent of its name.
 
     Args:
-        version: of the weights; with `sampled` it picks the blocks that are read.
+        version: weight version, which selects the blocks read by `sampled`.
         verification: `sampled` or `full`.
     """
     return fingerprints_of([("", tensor)], version, verification)[""]
@@ -67,7 +67,8 @@ def fingerprint_of(tensor: torch.Tensor, version: int, verification: Verificatio
 def fingerprints_of(
     named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, verification: Verification
 ) -> dict[str, int]:
-    """The fingerprint of every tensor by its name; `off`: none. On a GPU cheaper than one call a tensor."""
+    """Compute the fingerprint of every tensor, keyed by name; `off`: none. On a GPU cheaper than one call per
+    tensor."""
     if verification == "off":
         return {}
     prints: dict[str, int] = {}
@@ -92,7 +93,7 @@ def fingerprints_of(
 
 
 def differences(expected: Mapping[str, int], report: Mapping[str, int]) -> str:
-    """Describe wrong fingerprints of an engine, by the names of the tensors; empty if there are none."""
+    """Describe an engine's wrong fingerprints by tensor name; empty if all are correct."""
     kinds = {
         "differ": [name for name, value in expected.items() if name in report and report[name] != value],
         "are missing": [name for name in expected if name not in report],
@@ -102,7 +103,8 @@ def differences(expected: Mapping[str, int], report: Mapping[str, int]) -> str:
 
 
 def _sample(flat: torch.Tensor, version: int) -> torch.Tensor:
-    """The part of a tensor's bytes that is read at `version`: every n-th block, and what follows the last whole one."""
+    """Return the bytes of a tensor that are read at `version`: every n-th block, and the bytes after the last whole
+    block."""
     turns = num_turns(flat.numel())
     if turns == 1:
         return flat
@@ -116,10 +118,10 @@ def _hash(header: bytes, parts: Iterable[torch.Tensor]) -> int:
     state = xxhash.xxh3_64(header)
     for part in parts:
         state.update(part.numpy().data)
-    return state.intdigest() >> 1  # signed 64-bit integers can carry it
+    return state.intdigest() >> 1  # fits a signed 64-bit integer
 
 
 def some_of(names: Collection[str]) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names, and the number of further names."""
     more = len(names) - _MOST_NAMED
     return ", ".join(islice(names, _MOST_NAMED)) + (f" and {more} more" if more > 0 else "")

@@ -1,8 +1,8 @@
-"""The weights that were sent last, in a file: what the next ones are compared with. Both ends keep one.
+"""File with the weights that were sent last, the base of delta encoding. Trainer and engine each keep one.
 
-The file has no name, so nothing is left behind, however the process ends. Its memory is the system's cache, which the
-system may take back at any time: a process never holds a model twice. (Mapping the file costs twice as much as reading
-and writing it, since nearly every page of it changes in every version.)
+The file is unlinked, so nothing remains after the process exits. Its memory is reclaimable page cache: a process never
+holds a model twice. (Mapping the file costs twice as much as reading and writing it, since nearly every page of it
+changes in every version.)
 """
 
 import os
@@ -18,7 +18,7 @@ _Kind = tuple[str, tuple[int, ...]]  # dtype, shape
 
 
 class LastWeights:
-    """Named tensors in a file of `directory`.
+    """Named tensors in a file in `directory`.
 
     Raises:
         WeightSyncError: the directory cannot be written to, or is full.
@@ -37,14 +37,14 @@ class LastWeights:
         self._places: dict[str, tuple[int, _Kind]] = {}
 
     def knows(self, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
-        """Check whether a tensor of this name, dtype and shape was kept."""
+        """Check whether a tensor with this name, dtype and shape is stored."""
         return name in self._places and self._places[name][1] == (dtype, shape)
 
     def num_bytes(self, name: str) -> int:
         return num_bytes_of(*self._places[name][1])
 
     def read(self, name: str, into: torch.Tensor) -> None:
-        """Fill `into` [num_bytes] uint8, on the host, with a kept tensor's bytes."""
+        """Read a stored tensor's bytes into `into` [num_bytes] uint8 on the host."""
         position, _ = self._places[name]
         rest = into.numpy().data
         while rest:
@@ -54,7 +54,7 @@ class LastWeights:
             position, rest = position + count, rest[count:]
 
     def write(self, name: str, dtype: str, shape: tuple[int, ...], flat: torch.Tensor) -> None:
-        """Keep a tensor, given as its bytes on the host, in place of the one of this name."""
+        """Store a tensor, given as bytes on the host, replacing the tensor with this name."""
         if not self.knows(name, dtype, shape):
             self._places[name] = self._end, (dtype, shape)
             self._end += flat.numel()

@@ -1,12 +1,13 @@
-"""One order for the gathers of all policy ranks and what each of them sends. Knows neither models nor engines.
+"""Common order of gathering and sending for all policy ranks. Independent of models and engines.
 
     every rank, bucket by bucket:   gather  ->  prepare  ->  exchange places  ->  (rank 0) announce
                                                    |
-                      rank 0 waits here until the engines have read the bucket before
+                      rank 0 waits here until the engines have read the previous bucket
 
-Gather and exchange are collectives. Every rank takes them in turn from one thread, so none of them waits in a gather
-while another waits in an exchange. Engines are waited for between gather and exchange alone: a slow or dead engine
-finds the other ranks in the exchange, which also carries errors. All ranks then stop at the same bucket.
+Gather and exchange are collectives. Every rank calls them alternately from one thread, so that no rank waits in a
+gather while another waits in an exchange. Rank 0 waits for engines only between gather and exchange: with a slow or
+crashed engine the other ranks wait in the exchange, which also transfers errors. All ranks then stop at the same
+bucket.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,10 +22,10 @@ from skyrl_train.weight_sync.payload import Payload
 
 
 class PolicyRanks:
-    """The ranks of the policy in the default process group, as one of them sees them.
+    """Communication between the ranks of the policy in the default process group.
 
     Args:
-        rank: of this worker, as the driver counts. (Megatron counts otherwise in its process group.)
+        rank: rank of this worker in the driver's numbering. (Megatron's process group uses another numbering.)
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1):
@@ -32,7 +33,7 @@ class PolicyRanks:
         self.world_size = world_size
 
     def all_gather(self, own: object) -> list[Any]:
-        """Return what each rank gave, in rank order. A collective."""
+        """Return the value of each rank, in rank order. A collective."""
         if self.world_size == 1:
             return [own]
         of_ranks: list[Any] = [None] * self.world_size
@@ -47,21 +48,21 @@ def in_lockstep(
     prepare: Callable[[Payload, int], Place],
     announce: Callable[[Payload, int, list[Place]], None] = lambda payload, index, places: None,
 ) -> None:
-    """Take every bucket, on all ranks alike. A collective.
+    """Process every bucket in the same order on all ranks. A collective.
 
     Args:
-        payloads: buckets, whose gathering is a collective.
-        prepare: puts a bucket where engines can read it. Returns: its place.
-        announce: tells the engines the places of a bucket, one of each rank.
+        payloads: buckets; gathering them is a collective.
+        prepare: writes a bucket to a location that engines can read. Returns the location.
+        announce: sends the locations of a bucket, one per rank, to the engines.
 
     Raises:
         WeightSyncError: another rank failed; names it.
-        Exception: what `prepare` or `announce` raised on this rank, once all ranks know of it.
+        Exception: the error of `prepare` or `announce` on this rank, after all ranks are notified.
     """
     failure: Exception | None = None
     index = 0
-    for payload in payloads:  # not enumerate(), which would keep the bucket while the next one is gathered
-        # An error of `announce` comes here: the other ranks are in the gather of this bucket by now, or were.
+    for payload in payloads:  # not enumerate(), which would keep a reference to the bucket while the next is gathered
+        # An error of `announce` is raised here: the other ranks have reached the gather of this bucket.
         own = failure or outcome_of(prepare, payload, index)
         places = _exchange(ranks, own)
         announced = outcome_of(announce, payload, index, places)
@@ -74,7 +75,7 @@ def in_lockstep(
 
 def _exchange(ranks: PolicyRanks, own: Place | Exception) -> list[Place]:
     failed = isinstance(own, Exception)
-    # Errors travel as text: one that cannot be pickled would leave the other ranks waiting.
+    # Errors are sent as text: an unpicklable error would leave the other ranks waiting.
     answers = ranks.all_gather((failed, str(own) or type(own).__name__ if failed else own))
     if isinstance(own, Exception):
         raise own

@@ -1,4 +1,4 @@
-"""Reading a matrix that can only be multiplied by: a product with one-hot rows is a choice of its columns.
+"""Reading of a matrix that only supports products: a product with one-hot rows selects its columns.
 
 Exact in every float format: each number is a product with 1, summed with products with 0.
 """
@@ -19,11 +19,11 @@ def columns_by_products(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Compute columns of a matrix W, one in each row. [columns, outputs]
+    """Compute columns of a matrix W as rows, [columns, outputs].
 
     Args:
-        multiply: x -> x W^T.
-        shape: of W: outputs, inputs.
+        multiply: function x -> x W^T.
+        shape: shape of W (outputs, inputs).
     """
     rows, width = shape
     chunks = []
@@ -35,6 +35,6 @@ def columns_by_products(
 
 
 def as_computed(values: torch.Tensor) -> torch.Tensor:
-    """Return the values as a product yields them: without the sign of zero and without subnormal numbers."""
-    # GPU kernels may flush subnormal numbers to zero, and -0 + 0 is 0: both are no fault of the weights.
+    """Return the values as computed by a product: without signed zeros and subnormal numbers."""
+    # GPU kernels may flush subnormal numbers to zero, and -0 + 0 is 0: neither is a weight error.
     return values.masked_fill(values.abs() < torch.finfo(values.dtype).tiny, 0.0)

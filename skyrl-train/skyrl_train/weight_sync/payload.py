@@ -1,4 +1,4 @@
-"""Parameters in buckets, a bucket as bytes, and back. Knows nothing of how they travel."""
+"""Buckets of parameters, and their conversion to bytes and back. Independent of transports."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,32 +18,32 @@ Bucket = list[NamedTensor]
 MOST_BYTES_ON_THE_WAY = 1 << 26
 """Maximum size of one bucket on its way. Larger buckets only delay the engines' first one; smaller ones cost more
 calls."""
-_SLOTS_IN_MEMORY = 4  # two slots besides the bucket being gathered should be little beside it
+_SLOTS_IN_MEMORY = 4  # two slots besides the bucket being gathered should be small in comparison
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes in row-major order: a view if they lie so. [num_bytes] uint8"""
+    """Return the tensor's bytes in row-major order [num_bytes] uint8: a view if it is contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def integers_of(flat: torch.Tensor, dtype: str) -> np.ndarray:
-    """The elements of a tensor, given as its bytes on the host, as signed integers of their size: shares memory."""
+    """View a tensor's bytes on the host as signed integers of the element size."""
     return flat.numpy().view(f"i{getattr(torch, dtype).itemsize}")
 
 
 def num_bytes_of(dtype: str, shape: Sequence[int]) -> int:
-    """Return the bytes of a tensor of this torch dtype (by name) and shape."""
+    """Return the number of bytes of a tensor with this torch dtype (by name) and shape."""
     return math.prod(shape) * getattr(torch, dtype).itemsize
 
 
 class Buffer:
-    """Memory for one bucket that is kept for the next: fresh pages cost more than the copy."""
+    """Reusable memory for one bucket: allocating new pages costs more than the copy."""
 
     def __init__(self, device: torch.device):
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def first(self, num_bytes: int) -> torch.Tensor:
-        """The first bytes, after growing if there are fewer. [num_bytes] uint8"""
+        """Return the first bytes [num_bytes] uint8, growing the buffer if necessary."""
         if num_bytes > self._bytes.numel():
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=self._bytes.device)
         return self._bytes[:num_bytes]
@@ -51,7 +51,7 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """Bucket in transit: its description, and its bytes in consecutive pieces.
+    """Bucket to send: its description, and its bytes in consecutive pieces.
 
     Examples:
         >>> payload = Payload.of([("w", torch.zeros(3, dtype=torch.bfloat16)), ("b", torch.ones(1))])
@@ -74,7 +74,7 @@ class Payload:
 
     @classmethod
     def of(cls, bucket: Bucket) -> "Payload":
-        """Make a payload of whole tensors."""
+        """Create a payload of whole tensors."""
         parts = [bytes_of(tensor) for _, tensor in bucket]
         return cls(
             names=[name for name, _ in bucket],
@@ -86,7 +86,7 @@ class Payload:
         )
 
     def request(self, *, version: int, index: int, **place: Unpack[Place]) -> WeightUpdateRequest:
-        """Build the request to the engines. `place`: the fields that say where the bytes are."""
+        """Build the request to the engines. `place`: the fields that locate the bytes."""
         return WeightUpdateRequest(
             names=self.names,
             dtypes=self.dtypes,
@@ -99,11 +99,11 @@ class Payload:
         )
 
     def name(self, version: int, index: int) -> str:
-        """Name the bucket and its tensors, for errors."""
+        """Describe the bucket and its tensors, for errors."""
         return f"bucket {index} of version {version} ({self.names[0]} to {self.names[-1]})"
 
     def copy_to(self, flat: torch.Tensor) -> None:
-        """Write the bytes to the beginning of `flat` (uint8, one dimension)."""
+        """Write the bytes to the start of `flat` (uint8, one dimension)."""
         start = 0
         for part in self.parts:
             flat[start : start + part.numel()].copy_(part)
@@ -111,7 +111,7 @@ class Payload:
 
 
 def in_buckets(tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[Bucket]:
-    """Collect consecutive tensors until a bucket would pass `max_bytes` (one larger stands alone)."""
+    """Collect consecutive tensors into buckets of at most `max_bytes` (a larger tensor forms its own)."""
     bucket: Bucket = []
     size = 0
     for name, tensor in tensors:
@@ -126,20 +126,20 @@ def in_buckets(tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[Bucke
 
 
 def most_bytes_of(init_info: WeightSyncInitInfo, max_bucket_bytes: int) -> int:
-    """Return the most bytes of a bucket: the same on every rank."""
+    """Return the maximum bytes of a bucket, equal on every rank."""
     if init_info.transport == "checkpoint":
         return max_bucket_bytes  # files take no memory
     return min(MOST_BYTES_ON_THE_WAY, max_bucket_bytes // _SLOTS_IN_MEMORY)
 
 
 def payloads_of(tensors: Iterable[NamedTensor], most_bytes: int) -> Iterator[Payload]:
-    """Divide tensors into the buckets in which they are sent."""
+    """Divide tensors into the buckets to send."""
     return map(Payload.of, in_buckets(tensors, most_bytes))
 
 
 def check_announced(request: WeightUpdateRequest) -> None:
-    """Raise WeightSyncError, before whole tensors are fetched, unless the request announces as many bytes as they need.
-    (Members of a group that expect different lengths would wait for each other.)"""
+    """Raise WeightSyncError, before whole tensors are fetched, unless the request declares the number of bytes that
+    they need. (Members of a group that expect different lengths would wait for each other.)"""
     needed = sum(map(num_bytes_of, request.dtypes, request.shapes))
     if needed != request.num_bytes:
         raise WeightSyncError(
@@ -149,10 +149,10 @@ def check_announced(request: WeightUpdateRequest) -> None:
 
 
 def split_bytes(request: WeightUpdateRequest, flat: torch.Tensor) -> Bucket:
-    """Split `flat` (uint8, one dimension) into views, the request's named tensors.
+    """Split `flat` (uint8, one dimension) into views: the request's named tensors.
 
     Raises:
-        WeightSyncError: the bytes are not as many as the tensors need.
+        WeightSyncError: the number of bytes does not match the tensors.
     """
     check_announced(request)
     if flat.numel() != request.num_bytes:

@@ -1,5 +1,5 @@
-"""Choice of the transport of weights to each engine and of the policy ranks that it takes them from. Knows settings'
-names, not engines."""
+"""Choice of the transport to each engine, and of the policy ranks that send to it. Depends on settings' names, not on
+engines."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ Strategy = Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "checkpoint
 
 
 class ReceivingEngine(Protocol):
-    """Properties of an engine that the plan reads (`skyrl_train.inference_engines.base.EngineInfo` has them)."""
+    """Properties of an engine that the plan uses (provided by `skyrl_train.inference_engines.base.EngineInfo`)."""
 
     @property
     def backend(self) -> str: ...
@@ -45,7 +45,7 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class Route:
-    """The way of weights to one engine."""
+    """Transport of weights to one engine."""
 
     transport: Transport
     encoding: Encoding = "full"
@@ -63,18 +63,18 @@ def plan_routes(
     remote: bool,
     one_process: bool = False,
 ) -> list[Route]:
-    """Plan the way that `generator.weight_sync_strategy` means for each engine.
+    """Plan the route to each engine for `generator.weight_sync_strategy`.
 
     Args:
-        ranks: of the policy, in order.
+        ranks: ranks of the policy, in order.
         colocated: workers and engines share devices.
-        device: of both.
-        remote: the engines were started elsewhere (generator.run_engines_locally=false).
+        device: device type of both.
+        remote: the engines are external (generator.run_engines_locally=false).
         one_process: workers and engines are objects of one process (trainer.placement.launcher=inline), which cannot
-            open its own GPU memory by a handle, nor be two ranks of NCCL on one GPU.
+            open its own GPU memory by a handle, nor form two NCCL ranks on one GPU.
 
     Raises:
-        ConfigError: it cannot work here.
+        ConfigError: the strategy is impossible with these devices or engines.
     """
     near = _ranks_on_nodes(engines, ranks)
     on_gpus = [_ranks_on_gpus(engine, ranks) for engine in engines]
@@ -97,7 +97,7 @@ def plan_routes(
         case "auto":
             return [Route("broadcast") for _ in engines]
         case "delta":
-            # Rank 0 alone encodes: the last weights are on its disk.
+            # Only rank 0 encodes, since it stores the last weights.
             is_near = all(engine.node == ranks[0].node for engine in engines)
             transport = "checkpoint" if remote else "shared_memory" if shares_memory and is_near else "broadcast"
             return [Route(transport, "delta") for _ in engines]
@@ -129,11 +129,11 @@ def init_infos_for(
     verification: Verification = "sampled",
     timeout_seconds: float = 600.0,
 ) -> list[WeightSyncInitInfo]:
-    """Return each engine's connection. In the process group of those that take part in broadcasts the trainer is rank
-    0, and their processes are counted from 1.
+    """Return the connection of each engine. In the process group of the engines that receive broadcasts, the trainer is
+    rank 0, and the engines' processes are numbered from 1.
 
     Raises:
-        ConfigError: an engine cannot take part.
+        ConfigError: an engine does not support its route.
     """
     for index, (route, engine) in enumerate(zip(routes, engines, strict=True)):
         why = engine.unsupported.get("weight_update")
@@ -167,8 +167,7 @@ def init_infos_for(
 
 
 def _ranks_on_nodes(engines: Sequence[ReceivingEngine], ranks: Sequence[RankPlace]) -> list[int | None]:
-    """Return for each engine a rank on its machine, of which the engines there take one after the other; None: there
-    is no rank."""
+    """Return for each engine a rank on the same machine, assigned round-robin; None if the machine has no rank."""
     num_engines = Counter[str | None]()
     sources: list[int | None] = []
     for engine in engines:
@@ -179,8 +178,10 @@ def _ranks_on_nodes(engines: Sequence[ReceivingEngine], ranks: Sequence[RankPlac
 
 
 def _ranks_on_gpus(engine: ReceivingEngine, ranks: Sequence[RankPlace]) -> tuple[int, ...]:
-    """Return the ranks on an engine's GPUs; none if one of its GPUs has no rank."""
-    if not engine.gpus:  # it does not say: all ranks on its machine offer a handle, each process takes that of its GPU
+    """Return the ranks on an engine's GPUs; empty if one of its GPUs has no rank."""
+    if (
+        not engine.gpus
+    ):  # unknown: all ranks on its machine offer a handle, and each process selects the handle of its GPU
         return tuple(rank for rank, place in enumerate(ranks) if place.gpu and place.node == engine.node)
     rank_of = {place.gpu: rank for rank, place in enumerate(ranks)}
     if not set(engine.gpus) <= set(rank_of):

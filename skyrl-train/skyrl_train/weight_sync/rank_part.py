@@ -1,4 +1,4 @@
-"""The part of a policy rank other than 0 in weight sync."""
+"""Weight sync on policy ranks other than 0."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,13 +12,13 @@ from skyrl_train.weight_sync.writer import RankWriter
 
 
 class RankPart:
-    """Weight sync of a policy rank other than 0: takes part in gathering every bucket and puts it where the engines on
-    this rank's device read it. Rank 0 has a `WeightSender`, which calls the engines and verifies them.
+    """Weight sync of a policy rank other than 0: gathers every bucket with the other ranks and writes it for the
+    engines on this rank's device. Rank 0 has a `WeightSender`, which calls and verifies the engines.
 
     Args:
-        init_infos: of every engine (`skyrl_train.weight_sync.plan.init_infos_for`).
-        device: where the parameters are.
-        max_bucket_bytes: as rank 0 has it.
+        init_infos: connection of every engine (`skyrl_train.weight_sync.plan.init_infos_for`).
+        device: device of the parameters.
+        max_bucket_bytes: value of rank 0.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class RankPart:
         self._writer = RankWriter(init_infos, ranks.rank, device)
 
     def stage(self, tensors: Iterable[NamedTensor], version: int) -> None:
-        """Gather what rank 0 stages."""
+        """Take part in gathering the tensors that rank 0 stages."""
         in_lockstep(self._ranks, payloads_of(tensors, self._most_bytes), lambda payload, index: Place())
 
     def send(self, tensors: Iterable[NamedTensor] | None, version: int) -> SyncResult:
-        """Hand over every bucket. Returns: nothing of its own, since rank 0 reports.
+        """Send every bucket. Returns no metrics, since rank 0 reports.
 
         Args:
-            tensors: None: they were staged.
+            tensors: parameters; None if they were staged.
 
         Raises:
-            WeightSyncError: this rank or another one failed; names the rank.
+            WeightSyncError: this or another rank failed; names the rank.
         """
         if tensors is not None:
             payloads = payloads_of(tensors, self._most_bytes)

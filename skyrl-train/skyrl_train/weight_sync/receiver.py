@@ -1,4 +1,4 @@
-"""An engine's end of weight sync: named tensors out of requests, whichever way the bytes came."""
+"""Engine side of weight sync: converts requests to named tensors, for any transport."""
 
 import torch
 
@@ -17,9 +17,9 @@ class WeightReceiver:
     """Decoder of the update requests of one connection into named tensors.
 
     Args:
-        init_info: as the trainer made it for this engine.
-        device: where the engine computes; tensors arrive there or on the host.
-        process_index: which of the engine's processes this is.
+        init_info: the trainer's connection to this engine.
+        device: device of the engine; tensors are returned there or on the host.
+        process_index: index of this process in the engine.
     """
 
     def __init__(self, init_info: WeightSyncInitInfo, device: torch.device, process_index: int = 0):
@@ -31,31 +31,32 @@ class WeightReceiver:
         self._names_before: set[str] | None = None
 
     def receive(self, request: WeightUpdateRequest) -> Bucket:
-        """The bucket's parameters, in the sender's order and dtype: valid until the next `receive`, not to be written
-        to. Bucket 0 begins an update, also in the midst of another one, which is forgotten.
+        """Receive the bucket's parameters in the sender's order and dtype. They are read-only and valid until the next
+        `receive`. Bucket 0 starts an update and discards an unfinished one.
 
         Raises:
-            WeightSyncError: a bucket is missing or of another version, the bytes do not fit, or their way broke.
+            WeightSyncError: a bucket is missing or has another version, the bytes do not match, or the transport
+                failed.
         """
         self._take_turn(request)
         if request.base_version is None:
             check_announced(request)
         flat = self._reader.read(request)
         bucket = split_bytes(request, flat) if self._changes is None else self._changes.receive(request, flat)
-        # Counted when it has been read: errors name the bucket that is missing.
+        # Counted after reading, so that errors name the missing bucket.
         self._next_index += 1
         self._names.update(request.names)
         return bucket
 
     def finish(self, version: int) -> None:
-        """End the update.
+        """Finish the update.
 
         Raises:
-            WeightSyncError: no update to `version` is open, or tensors that came with the update before are missing.
+            WeightSyncError: no update to `version` is open, or tensors of the previous update are missing.
         """
         if version != self._version:
             raise WeightSyncError(f"an update to version {version} was finished, but {self._state()}")
-        # A sync that leaves out a tensor would leave an older version in the engine without any error.
+        # A sync without a tensor would silently leave an older version of it in the engine.
         missing = sorted((self._names_before or set()) - self._names)
         if missing:
             raise WeightSyncError(
@@ -73,7 +74,7 @@ class WeightReceiver:
 
     def _take_turn(self, request: WeightUpdateRequest) -> None:
         if request.index == 0:
-            # Bucket 0 begins anew, whatever was open: the trainer repeats a failed sync as a whole.
+            # Bucket 0 discards an open update, since the trainer repeats a failed sync completely.
             self._version, self._next_index, self._names = request.version, 0, set()
         if (request.version, request.index) != (self._version, self._next_index):
             raise WeightSyncError(f"bucket {request.index} of version {request.version} came, but {self._state()}")

@@ -1,7 +1,7 @@
-"""The trainer's end of weight sync: parameters in, verified weights in every engine out.
+"""Trainer side of weight sync: sends parameters to every engine and verifies them.
 
-Parameters come few at a time and leave in buckets. While the engines copy one bucket out, the next is copied in: what
-is in memory besides the models is one bucket being gathered, one being written, one being read.
+Parameters are gathered few at a time and sent in buckets. While the engines read one bucket, the next is written:
+memory in addition to the models is one bucket being gathered, one being written, one being read.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ from skyrl_train.weight_sync.writer import RankWriter, place_for
 
 @dataclass(frozen=True, kw_only=True)
 class SyncResult:
-    """A sync that every engine has proven."""
+    """Result of a sync that every engine has verified."""
 
     metrics: dict[str, float]
     """`bytes` of the tensors, `payload_bytes` that travelled to each engine, `buckets`, and `<phase>_seconds`."""
@@ -36,27 +36,27 @@ class SyncResult:
 
 
 def needs_staging(init_info: WeightSyncInitInfo) -> bool:
-    """Check whether `WeightSender.stage` can do a part of the work before generation pauses: write files, encode."""
+    """Return True if `WeightSender.stage` can do part of the work before generation pauses: write files, encode."""
     return init_info.encoding == "delta" or init_info.transport == "checkpoint"
 
 
 class WeightSender:
-    """Sender of a model's weights to all engines, with verification. A failed `send` may be repeated as a whole; after
+    """Sender of a model's weights to all engines, with verification. A failed `send` may be repeated completely; after
     a failure that broke a process group or lost an engine, by a new sender.
 
-    Lives on rank 0 of the policy. Other ranks have a `RankPart`, and make the same calls of `stage` and `send`.
+    Used on rank 0 of the policy. Other ranks have a `RankPart`, and make the same calls of `stage` and `send`.
 
     Args:
-        engines: every engine that must hold the weights.
-        init_infos: of each engine (`skyrl_train.weight_sync.plan.init_infos_for`).
-        device: where the parameters are.
-        ranks: of the policy.
-        max_bucket_bytes: bound of the memory that a sync needs. A bucket has at most a quarter: one is gathered, one
+        engines: all engines that receive the weights.
+        init_infos: connection of each engine (`skyrl_train.weight_sync.plan.init_infos_for`).
+        device: device of the parameters.
+        ranks: ranks of the policy.
+        max_bucket_bytes: limit of the memory of a sync. A bucket has at most a quarter of it: one is gathered, one
             written, one read.
-        verification: what the engines' fingerprints read; `off`: nothing is compared.
+        verification: bytes read by the engines' fingerprints; `off`: nothing is compared.
 
     Raises:
-        WeightSyncError: an engine could not be met.
+        WeightSyncError: no connection to an engine.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class WeightSender:
         self._ranks = ranks or PolicyRanks()
         self._most_bytes = most_bytes_of(init_infos[0], max_bucket_bytes)
         self._verification: Verification = verification
-        # One thread: buckets of a process group must leave in the order in which the engines expect them.
+        # One thread: a process group must send buckets in the order expected by the engines.
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
-        self._receiving: list[Any] = []  # the engines' calls for the bucket under way
+        self._receiving: list[Any] = []  # the engines' pending calls for the current bucket
         self._receiving_what = ""
         self._transmission: Future[None] | None = None
         self._seconds: dict[str, float] = {}
         self._sizes: dict[str, int] = {}  # bytes of the tensors of the last sync
-        self._received_only: set[str] | None = None  # what the log has said of the engines' reports
-        self._held: int | None = None  # the version that every engine holds, as far as it is known
+        self._received_only: set[str] | None = None  # state of the engines' reports that was logged last
+        self._held: int | None = None  # the version of every engine, if known
         self._stage = _stage(init_infos[0])
         self._stage_seconds = 0.0
         self._staged_version: int | None = None
@@ -97,7 +97,7 @@ class WeightSender:
             raise
 
     def stage(self, tensors: Iterable[NamedTensor], version: int) -> None:
-        """Do the work that needs no engine, where `needs_staging`: write files, encode.
+        """Do the work that needs no engine, if `needs_staging`: write files, encode.
 
         Raises:
             WeightSyncError: the files cannot be written.
@@ -110,7 +110,7 @@ class WeightSender:
 
         def prepare(payload: Payload, index: int) -> Place:
             if index == 0:
-                stage.begin(version)  # may fail, which the other ranks learn with the first bucket
+                stage.begin(version)  # may fail, which is sent to the other ranks with the first bucket
             stage.add(payload)
             self._staged_fingerprints |= fingerprints_of(payload.bucket, version, self._verification)
             return Place()
@@ -121,17 +121,17 @@ class WeightSender:
         self._stage_seconds = perf_counter() - began
 
     def send(self, tensors: Iterable[NamedTensor] | None, version: int) -> SyncResult:
-        """Stream the tensors to every engine, which then takes on `version`.
+        """Send the tensors to every engine, which then switches to `version`.
 
         Args:
-            tensors: None: those that were staged.
+            tensors: parameters; None: the staged tensors.
 
         Raises:
-            WeightSyncError: an engine failed, or holds other weights than the trainer; names both.
+            WeightSyncError: an engine failed, or has other weights than the trainer; names engine and tensors.
         """
         if self._stage is not None and tensors is not None:
             self.stage(tensors, version)
-        # Unknown until the sync has ended: after a failure no change may be sent on top of it.
+        # Unknown until the sync ends: after a failure no delta may be sent.
         held, self._held = self._held, None
         self._seconds = dict.fromkeys(("write", "wait", "fingerprint", "finish"), 0.0)
         began = perf_counter()
@@ -159,10 +159,9 @@ class WeightSender:
 
     def _meet(self, device: torch.device) -> None:
         engines = self._engines
-        # First, as a group waits long for a dead engine.
+        # First, since a group waits long for a crashed engine.
         self._wait(engines.call_all(WeightUpdates.weight_version), "before it began")
-        # Both ends meet in a group, so neither may wait for the other before it has begun: engines first, without
-        # waiting.
+        # Joining a group blocks both sides until the other joins: engines are called first, without waiting.
         joining = engines.call_each(WeightUpdates.init_weight_update_communicator, self._init_infos)
         meeting = self._threads.submit(RankWriter, self._init_infos, self._ranks.rank, device)
         self._wait(joining, "while the engines joined")
@@ -173,7 +172,7 @@ class WeightSender:
     def _stream(
         self, tensors: Iterable[NamedTensor] | None, version: int, held: int | None
     ) -> tuple[dict[str, float], dict[str, int]]:
-        """Send every bucket to every engine, one at a time, since nothing promises the order of two calls. Returns:
+        """Send every bucket to every engine, one at a time, since the order of concurrent calls is undefined. Returns
         metrics and the fingerprints of the tensors sent."""
         writer = self._writer
         assert writer is not None
@@ -183,9 +182,9 @@ class WeightSender:
 
         def prepare(payload: Payload, index: int) -> Place:
             with self._timed("write"):
-                # Written while the engines still read the bucket before: two slots.
+                # Written while the engines still read the previous bucket (two slots).
                 place = writer.write(payload, version, index)
-            # After the exchange that follows, other ranks write over what was read.
+            # After the following exchange, other ranks overwrite the bytes that were read.
             self._wait_for_bucket()
             return place
 
@@ -195,7 +194,7 @@ class WeightSender:
             ]
             self._receiving_what = f"at {payload.name(version, index)}"
             self._receiving = self._engines.call_each(WeightUpdates.update_named_weights, requests)
-            # Beside the fingerprints: broadcasting waits for the network, hashing for the processor.
+            # Concurrently with the fingerprints: broadcasting is bound by the network, hashing by the processor.
             self._transmission = self._threads.submit(writer.transmit, requests[0])
             with self._timed("fingerprint"):
                 expected.update(fingerprints_of(payload.bucket, version, self._verification))
@@ -210,7 +209,7 @@ class WeightSender:
         else:
             if self._staged_version != version:
                 raise ValueError(f"version {version} is to be sent, but {self._staged_version} was staged")
-            in_lockstep(PolicyRanks(), self._stage.payloads(held), prepare, announce)  # of rank 0 alone
+            in_lockstep(PolicyRanks(), self._stage.payloads(held), prepare, announce)  # only on rank 0
         self._wait_for_bucket()
         sums["bytes"] = float(sum(self._sizes.values()))
         return sums, expected
@@ -224,10 +223,10 @@ class WeightSender:
             transmission.result()
 
     def _wait(self, calls: list[Any], what: str) -> list[Any]:
-        """The engines' answers.
+        """Return the engines' results.
 
         Raises:
-            WeightSyncError: one failed; what it says names it.
+            WeightSyncError: an engine failed; names it.
         """
         try:
             return self._engines.wait(calls)
@@ -252,14 +251,14 @@ class WeightSender:
             )
 
     def _source_of(self, index: int) -> str:
-        """Name the policy ranks that an engine takes its weights from, where there are several ranks."""
+        """Name the policy ranks that send to an engine, if the policy has several ranks."""
         if self._ranks.world_size == 1:
             return ""
         return f" (weights of policy rank {', '.join(map(str, self._init_infos[index].sources))})"
 
     def _shares_read(self, reports: Sequence[WeightReport]) -> dict[str, float]:
-        """Compute the shares that the proof has read, in the engine with the least: `held_share` of the bytes lie where
-        their engine can read what it computes with; of those, `read_share` were read at this sync."""
+        """Compute the minimum over engines of the fractions of verified bytes: `held_share` of the bytes are readable
+        in their engine in the form used for computation; of these, `read_share` were read at this sync."""
         total = sum(self._sizes.values())
         unread = [sum(self._sizes.get(name, 0) for name in report.received_only) for report in reports]
         read = [report.read_bytes / report.held_bytes for report in reports if report.held_bytes]
@@ -281,7 +280,7 @@ class WeightSender:
 
 
 def _wrong_in(report: WeightReport, expected: dict[str, int]) -> str:
-    """Describe the errors in an engine's weights, by the names of the tensors; empty if there are none."""
+    """Describe the errors in an engine's weights by tensor name; empty if all are correct."""
     computed = ""
     if report.wrong:
         processes = ", ".join(sorted({process for processes in report.wrong.values() for process in processes}))

@@ -1,7 +1,7 @@
-"""Bytes through memory that the trainer owns and every process of its machine can map.
+"""Shared-memory transport: memory owned by the trainer, which every process of its machine can map.
 
-The memory is reused over all syncs (fresh pages cost more than the copy) and has no name in any file system: it is
-reached through the trainer's open file, so nothing is left behind, however its processes end.
+The memory is reused for all syncs (new pages cost more than the copy) and has no name in any file system: it is
+accessed through the trainer's open file, so nothing remains after its processes exit.
 """
 
 import mmap
@@ -20,30 +20,29 @@ NUM_SLOTS = 2
 
 
 class Segment:
-    """Growing shared memory; `name` opens it in other processes while this one lives."""
+    """Growing shared memory; other processes open it by `name` while this process lives."""
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
-            # Anonymous memory: it is not limited by the size of /dev/shm, which containers often have at 64 MiB.
+            # Anonymous memory: not limited by the size of /dev/shm, often 64 MiB in containers.
             self._fd = os.memfd_create("weight_sync")
             self.name = f"/proc/{os.getpid()}/fd/{self._fd}"
-        else:  # systems other than Linux: a file, deleted when it is closed
+        else:  # systems other than Linux: a file, deleted when closed
             self._file = tempfile.NamedTemporaryFile(prefix="weight_sync_")  # noqa: SIM115
             self._fd = self._file.fileno()
             self.name = self._file.name
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def first(self, num_bytes: int) -> torch.Tensor:
-        """The first bytes, after growing if there are fewer. [num_bytes] uint8"""
+        """Return the first bytes [num_bytes] uint8, growing the segment if necessary."""
         if num_bytes > self._bytes.numel():
-            # It only grows: a process that has the shorter mapping keeps valid pages, and maps again when it needs
-            # more.
+            # It only grows: shorter mappings in other processes remain valid, and are renewed when more is needed.
             os.ftruncate(self._fd, num_bytes)
             self._bytes = map_file(self._fd, num_bytes)
         return self._bytes[:num_bytes]
 
     def close(self) -> None:
-        """Release the memory; it is free once no engine maps it any more."""
+        """Release the memory; it is freed when no engine maps it."""
         self._bytes = torch.empty(0, dtype=torch.uint8)
         if hasattr(self, "_file"):
             self._file.close()
@@ -53,23 +52,23 @@ class Segment:
 
 
 def map_file(fd: int, num_bytes: int) -> torch.Tensor:
-    """The first bytes of an open file as a tensor that shares its memory. [num_bytes] uint8"""
+    """Map the first bytes of an open file as a tensor [num_bytes] uint8."""
     mapped = mmap.mmap(fd, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Gigabytes in pages of 4 KiB are a page fault each; advice that the kernel may ignore.
+        # Avoids a page fault per 4 KiB; the kernel may ignore this advice.
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 class SharedMemoryWriter(Writer):
-    """The trainer's end."""
+    """Trainer side of the shared-memory transport."""
 
     def __init__(self) -> None:
         self._slots = [Segment() for _ in range(NUM_SLOTS)]
 
     def write(self, payload: Payload, version: int, index: int) -> Place:
         """Copy a bucket to memory that no engine is reading."""
-        # The sender announced bucket i - 1 only after all engines had read i - 2, whose slot this was.
+        # The sender announced bucket i - 1 only after all engines had read i - 2, which used this slot.
         slot = self._slots[index % NUM_SLOTS]
         if payload.num_bytes:
             payload.copy_to(slot.first(payload.num_bytes))
@@ -81,10 +80,10 @@ class SharedMemoryWriter(Writer):
 
 
 class SharedMemoryReader(Reader):
-    """An engine's end. What it returns is the trainer's memory: copy it, never write to it.
+    """Engine side of the shared-memory transport. The result is the trainer's memory: copy it, never write to it.
 
     Args:
-        source: the policy rank whose memory it is, for errors.
+        source: the policy rank that owns the memory, for errors.
     """
 
     def __init__(self, source: int = 0) -> None:
@@ -92,14 +91,14 @@ class SharedMemoryReader(Reader):
         self._mapped: dict[str, torch.Tensor] = {}
 
     def read(self, request: WeightUpdateRequest) -> torch.Tensor:
-        """The bucket's bytes. [num_bytes] uint8, on the host
+        """Return the bucket's bytes [num_bytes] uint8, on the host.
 
         Raises:
-            WeightSyncError: the memory cannot be opened from here, or is shorter than announced.
+            WeightSyncError: this process cannot open the memory, or it is shorter than declared.
         """
         if request.num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        # Mapped once and kept: the trainer reuses its segments over all syncs.
+        # Mapped once and kept, since the trainer reuses its segments for all syncs.
         mapped = self._mapped.get(request.location)
         if mapped is None or mapped.numel() < request.num_bytes:
             self._mapped.pop(request.location, None)

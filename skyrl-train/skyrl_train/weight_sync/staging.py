@@ -1,4 +1,4 @@
-"""Staging: work of the trainer for a sync while the engines still generate (encoding changes, writing files)."""
+"""Staging: work of the trainer for a sync while the engines still generate (delta encoding, writing files)."""
 
 import tempfile
 from collections.abc import Iterator
@@ -17,19 +17,19 @@ from skyrl_train.weight_sync.payload import Buffer, Payload, integers_of
 
 
 class DeltaStage:
-    """Changes to the version before, in a file; whole tensors for engines that do not hold that one."""
+    """Deltas to the previous version, in a file; whole tensors for engines without that version."""
 
     def __init__(self, directory: str):
         self._directory = directory
         self._last = LastWeights(directory)
         self._buffer = Buffer(torch.device("cpu"))
         self._buckets: list[Payload] = []
-        self._base_version: int | None = None  # what `_changes` leads away from
+        self._base_version: int | None = None  # base version of `_changes`
         self._changes = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
         self._sizes: list[int] = []
 
     def begin(self, version: int) -> None:
-        """Forget the buckets of the version before."""
+        """Discard the buckets of the previous version."""
         self._base_version, self._last.version = self._last.version, None
         self._buckets, self._sizes = [], []
         self._changes.seek(0)
@@ -45,7 +45,7 @@ class DeltaStage:
         self._last.version = version
 
     def payloads(self, held: int | None) -> Iterator[Payload]:
-        """Yield changes if they lead away from `held`, else whole tensors."""
+        """Yield deltas if their base version is `held`, else whole tensors."""
         if held is None or held != self._base_version:
             for payload in self._buckets:
                 yield replace(payload, parts=[self._read_last(payload)])
@@ -76,7 +76,7 @@ class DeltaStage:
         self._sizes.append(size + self._changes.write(hashed.digest()))
 
     def _read_last(self, payload: Payload) -> torch.Tensor:
-        """The bytes of a bucket's tensors as they were taken last."""
+        """Read the bytes of a bucket's tensors as staged last."""
         flat = self._buffer.first(payload.num_bytes)
         start = 0
         for name in payload.names:
@@ -87,7 +87,7 @@ class DeltaStage:
 
 
 class CheckpointStage:
-    """Whole tensors in a folder of `directory` with the version's name, as Hugging Face lays weights out."""
+    """Whole tensors in a folder of `directory` named after the version, in Hugging Face's layout."""
 
     def __init__(self, directory: str):
         self._directory = Path(directory)
@@ -100,14 +100,14 @@ class CheckpointStage:
             self._folder = CheckpointVersion(self._directory, version)
 
     def add(self, payload: Payload) -> None:
-        """Write one bucket to a file of its own."""
+        """Write one bucket to a separate file."""
         assert self._folder is not None
         with self._naming_version(self._folder.version):
             self._folder.add(payload)
         self._payloads.append(replace(payload, parts=[], bucket=[]))
 
     def end(self, version: int) -> None:
-        """Let the folder appear, complete."""
+        """Publish the complete folder atomically."""
         assert self._folder is not None
         with self._naming_version(version):
             files = self._folder.publish()
@@ -116,11 +116,11 @@ class CheckpointStage:
         ]
 
     def payloads(self, held: int | None) -> Iterator[Payload]:
-        """The files, whatever the engines hold."""
+        """Yield the files, independent of the engines' version."""
         return iter(self._payloads)
 
     def close(self) -> None:
-        """The last version's files stay for servers that start again."""
+        """Keep the last version's files, for restarting servers."""
 
     @contextmanager
     def _naming_version(self, version: int) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The two ends of a transport."""
+"""Interfaces of the two sides of a transport."""
 
 from typing import Protocol
 
@@ -9,31 +9,31 @@ from skyrl_train.weight_sync.payload import Payload
 
 
 class Writer(Protocol):
-    """The trainer's end. By default the engines read on their own, and nothing is left to do after a sync."""
+    """Trainer side of a transport. By default, engines read independently and nothing is left to do after a sync."""
 
     def write(self, payload: Payload, version: int, index: int) -> Place:
-        """Put a bucket where the engines can read it, while they may still read the one before. Returns: its place, as
-        fields of a request."""
+        """Write a bucket to a location that the engines can read, while they may still read the previous one. Returns
+        the location as fields of a request."""
         ...
 
     def transmit(self, request: WeightUpdateRequest) -> None:
-        """Send a bucket of which the engines were told; the next one may be written meanwhile."""
+        """Send a bucket announced to the engines; the next bucket may be written meanwhile."""
 
     def finish(self, version: int) -> None:
-        """Record that all engines hold `version`."""
+        """Record that all engines have `version`."""
 
     def abort(self) -> None:
-        """End what waits for an engine that failed, here and elsewhere. Another sync may follow."""
+        """Abort all waits for an engine that failed, in this and other processes. Another sync may follow."""
 
     def close(self) -> None:
         """Release memory and connections."""
 
 
 class Reader(Protocol):
-    """An engine's end."""
+    """Engine side of a transport."""
 
     def read(self, request: WeightUpdateRequest) -> torch.Tensor:
-        """Return the bucket's bytes. [num_bytes] uint8"""
+        """Read the bucket's bytes [num_bytes] uint8."""
         ...
 
     def close(self) -> None:

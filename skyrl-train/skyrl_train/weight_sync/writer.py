@@ -1,4 +1,4 @@
-"""A rank's end of the transports: where it puts buckets for the engines that take them from it."""
+"""Writers of a policy rank for all transports by which engines read from it."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,12 +15,12 @@ from skyrl_train.weight_sync.transport import Writer
 
 
 class RankWriter:
-    """The writers of one rank, one for each transport by which engines take buckets from it; none if no engine does.
+    """Writers of one rank, one for each transport by which engines read from this rank; none if no engine does.
 
     Args:
-        init_infos: of every engine.
-        rank: the rank of the policy that this is.
-        device: where its parameters are.
+        init_infos: connection of every engine.
+        rank: this rank of the policy.
+        device: device of its parameters.
 
     Raises:
         WeightSyncError: an engine did not join a process group.
@@ -33,15 +33,15 @@ class RankWriter:
         self._writers = [_writer(info, device) for info in of_transport.values()]
 
     def write(self, payload: Payload, version: int, index: int) -> Place:
-        """Put a bucket where the engines of this rank can read it.
+        """Write a bucket to locations that the engines of this rank can read.
 
         Raises:
-            WeightSyncError: there is no memory or disk for it; names bucket, rank and engines.
+            WeightSyncError: not enough memory or disk space; names bucket, rank and engines.
         """
         place = Place()
         try:
             for writer in self._writers:
-                place |= writer.write(payload, version, index)  # each transport has fields of its own
+                place |= writer.write(payload, version, index)  # each transport has separate fields
         except (OSError, RuntimeError, WeightSyncError) as error:
             raise WeightSyncError(
                 f"weight sync failed at {payload.name(version, index)}: policy rank {self._rank} could not write it "
@@ -54,7 +54,7 @@ class RankWriter:
             for writer in self._writers:
                 writer.transmit(request)
         except WeightSyncError:
-            self.abort()  # the engines that are still waiting learn of it
+            self.abort()  # notifies engines that are still waiting
             raise
 
     def finish(self, version: int) -> None:
@@ -71,13 +71,13 @@ class RankWriter:
 
 
 def place_for(info: WeightSyncInitInfo, places: Sequence[Place]) -> Place:
-    """Return the place of a bucket for one engine.
+    """Return the location of a bucket for one engine.
 
     Args:
-        places: of each rank.
+        places: location of the bucket on each rank.
     """
     own = [places[rank] for rank in info.sources]
-    # One engine may have processes on several GPUs: each picks the handle of its own.
+    # An engine may have processes on several GPUs: each selects the handle of its GPU.
     return {"location": own[0].get("location", ""), "handles": _merged(place.get("handles", {}) for place in own)}
 
 

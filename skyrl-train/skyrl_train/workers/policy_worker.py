@@ -1,4 +1,4 @@
-"""Rank of the policy: it is trained, and its weights go to the rollout engines."""
+"""Rank of the policy: trains the model and sends its weights to the rollout engines."""
 
 import platform
 from collections.abc import Iterator, Sequence
@@ -28,13 +28,13 @@ from skyrl_train.workers.worker import Worker, create_backend
 
 
 class PolicyWorker(Worker):
-    """The model that is trained to act.
+    """Rank of the model that is trained to act.
 
     Args:
-        loss_fn: the policy loss, as a function (a user's own comes here by value).
+        loss_fn: the policy loss function (custom functions are pickled by value).
         num_training_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        token_selector: the loss's choice of tokens over the whole mini-batch, if it has one.
-        make_backend: of `trainer.strategy`; None: looked up here.
+        token_selector: the loss's token selection over the whole mini-batch, if it has one.
+        make_backend: builder of the backend of `trainer.strategy`; None: looked up here.
     """
 
     name = "policy"
@@ -58,7 +58,7 @@ class PolicyWorker(Worker):
         self._monitor: GpuMonitor | None = None
 
     def init_model(self, info: RankInfo) -> ParallelInfo:
-        """Join the group and load the model. A collective: every rank must call it."""
+        """Join the group and load the model. A collective: all ranks must call it."""
         parallel = super().init_model(info)
         self._profiler = create_profiler(self.cfg, info.rank, self.backend.device)
         if self.cfg.trainer.enable_ray_gpu_monitor:
@@ -66,7 +66,7 @@ class PolicyWorker(Worker):
         return parallel
 
     def end_profiled_step(self, step: int) -> None:
-        """Tell the profiler of this rank, if it has one, that a training step has ended."""
+        """Notify this rank's profiler, if any, of the end of a training step."""
         if self._profiler is not None:
             self._profiler.end_step(step)
 
@@ -79,22 +79,22 @@ class PolicyWorker(Worker):
     def forward_recording_routes(
         self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch]
     ) -> TrainingOutputBatch:
-        """Compute log-probs as `forward` does. Returns: `output` [b, R], and `expert_routes` [b, T, L, k], the experts
-        that gave them."""
+        """Compute log-probs as in `forward`. Returns `output` [b, R], and `expert_routes` [b, T, L, k], the selected
+        experts."""
         with self.memory_peaks.measuring("forward"):
             output, routes = self.backend.forward_recording_routes(batch, micro_batches)
         return TrainingOutputBatch(output=output, expert_routes=routes)
 
     def load_batch(self, batch: TrainingInputBatch) -> None:
         """Keep this data-parallel rank's rows of the training batch. Without `action_log_probs` in it, each row's own
-        forward stands for them: right if one optimizer step takes all rows."""
+        training forward provides the old log-probs, which is exact if a single optimizer step uses all rows."""
         super().load_batch(batch)
         self._first_log_probs = torch.zeros(len(batch), batch.metadata["response_length"])
         self._first_entropies = torch.zeros_like(self._first_log_probs)
         self._scored = set()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> MetricSums:
-        """Add the gradient of this rank's part of one mini-batch, given as rows of the loaded batch."""
+        """Accumulate the gradient of this rank's part of one mini-batch, given as rows of the loaded batch."""
         # Before the gradient, since it is a collective: all ranks select, then all compute.
         if self._token_selector is not None:
             self.batch["selected_tokens"] = self._selected_tokens(self._token_selector, micro_batches)
@@ -103,9 +103,9 @@ class PolicyWorker(Worker):
         return gradient.sums | self._router_metrics(gradient.router)
 
     def _keep_first_scores(self, micro_batches: Sequence[MicroBatch], gradient: Gradient) -> None:
-        """Keep log-probs and entropies of the rows that were computed for the first time since `load_batch`."""
+        """Keep log-probs and entropies of the rows that are computed for the first time since `load_batch`."""
         computed = {row for micro_batch in micro_batches if not micro_batch.is_dummy for row in micro_batch.rows}
-        # Later epochs score the rows again, by other weights: the first scores are those before the step.
+        # Later epochs score the rows again with updated weights: only the first scores precede the step.
         rows = sorted(computed - self._scored)
         self._scored |= computed
         mask = self.batch.tensor("loss_mask")[rows] != 0
@@ -115,14 +115,14 @@ class PolicyWorker(Worker):
             self._first_entropies[rows] = torch.where(mask, gradient.entropies[rows], 0.0)
 
     def first_scores(self) -> TrainingOutputBatch:
-        """Return log-probs (which stood for `action_log_probs` where the batch has none) and entropies of each row's
-        first forward in training, as `output` and `entropies` [b, R]; 0 outside the loss mask."""
+        """Return log-probs (used as `action_log_probs` if the batch has none) and entropies of each row's first
+        training forward, as `output` and `entropies` [b, R]; 0 outside the loss mask."""
         return TrainingOutputBatch(output=self._first_log_probs, entropies=self._first_entropies)
 
     @torch.no_grad()
     def _selected_tokens(self, selector: TokenSelector, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Select the tokens [b, R] bool of the loaded rows that the loss treats apart, over the rows of the mini-batch
-        on all ranks. A collective."""
+        """Select the tokens [b, R] bool of the loaded rows that the loss treats separately, over the rows of the
+        mini-batch on all ranks. A collective."""
         log_probs = self.backend.forward(self.batch, micro_batches)
         rows = [row for micro_batch in micro_batches if not micro_batch.is_dummy for row in micro_batch.rows]
         columns = [log_probs]
@@ -132,7 +132,7 @@ class PolicyWorker(Worker):
         own = torch.stack([column[rows] for column in columns], dim=1)  # [rows, 5, R]
         whole, start = gather_rows(own, self.parallel)
         now, old, advantages, mask, noise = whole.to(self.backend.device).unbind(dim=1)
-        # Every rank computes the same choice from the same rows, in rank order, and keeps its own part.
+        # Every rank computes the same selection from the same rows, in rank order, and keeps its part.
         chosen = selector(now, old, advantages, mask, noise, self.cfg.trainer.algorithm)
         selected = torch.zeros(log_probs.shape, dtype=torch.bool)
         selected[rows] = chosen[start : start + len(rows)].cpu()
@@ -140,16 +140,18 @@ class PolicyWorker(Worker):
 
     def _router_metrics(self, router: RouterStatistics | None) -> MetricSums:
         """Compute the load-balancing loss of a mixture of experts over the tokens of the mini-batch (measured, not
-        trained on), and the share of replayed experts that its routers would not choose now. Metrics of ranks add up,
-        so those of the first data-parallel rank alone report them. A collective."""
+        trained on), and the fraction of replayed experts that the routers would not select now. Metrics are summed over
+        ranks, so only the first data-parallel rank reports them. A collective."""
         if router is None:
             return {}
-        # Counts are added before the loss, which is no sum: the mean of the ranks' losses would be another number.
+        # Counts are summed before the loss is computed, since the loss is not linear in them.
         whole = sum_over_ranks(router, self.parallel)
         metrics = {"loss/router_auxiliary_loss": compute_auxiliary_loss(whole)}
         if self.batch.get("expert_routes") is not None:
             metrics["loss/replayed_routes_differing"] = whole.num_differing / max(1.0, float(whole.counts.sum()))
-        is_first = self.parallel.data_parallel_rank == 0  # of whose ranks one is asked: it need not be rank 0
+        is_first = (
+            self.parallel.data_parallel_rank == 0
+        )  # metrics are read from one of its ranks, not necessarily rank 0
         return {name: value if is_first else 0.0 for name, value in metrics.items()}
 
     # ---- weights on their way to the engines (in the order of `orchestration/weight_publisher.py`)
@@ -159,7 +161,8 @@ class PolicyWorker(Worker):
         return RankPlace(node=platform.node(), gpu=gpu_uuid(self.backend.device))
 
     def connect_engines(self, engines: EngineHandles, init_infos: Sequence[WeightSyncInitInfo]) -> None:
-        """Connect to the engines, in place of those before. Rank 0 calls them, other ranks hand over their part."""
+        """Connect to the engines, replacing earlier connections. Rank 0 calls the engines, other ranks contribute their
+        part."""
         self._disconnect_engines()
         self._stages = needs_staging(init_infos[0])
         device, ranks = self.backend.device, PolicyRanks(self.parallel.rank, self.parallel.world_size)
@@ -176,24 +179,23 @@ class PolicyWorker(Worker):
             )
 
     def stage_weights(self, version: int) -> None:
-        """Prepare what can be prepared while engines still generate, where `needs_staging`: files, deltas. A
-        collective."""
+        """Prepare files or deltas while engines still generate, if `needs_staging`. A collective."""
         self._connected.stage(self._parameters(), version)
 
     def send_weights(self, version: int) -> tuple[dict[str, float], dict[str, int]]:
         """Send the weights to every engine and compare fingerprints. A collective.
 
         Returns:
-            on rank 0, the metrics of doing so, and the fingerprint of each tensor.
+            on rank 0, metrics of the send and the fingerprint of each tensor.
         """
         result = self._connected.send(None if self._stages else self._parameters(), version)
         return result.metrics, result.fingerprints
 
     def write_adapters(self, version: int) -> dict[str, int]:
-        """Write the adapters alone, for engines to load, and delete older ones. A collective.
+        """Write only the adapters, for engines to load, and delete older versions. A collective.
 
         Returns:
-            on rank 0, the fingerprint of each of their tensors.
+            on rank 0, the fingerprint of each adapter tensor.
         """
         from skyrl_train.models.adapter_files import write_adapter_version  # heavy: the driver imports this module too
 
@@ -205,7 +207,8 @@ class PolicyWorker(Worker):
 
     @torch.no_grad()
     def log_probs_of_tokens(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Compute the log-prob (temperature 1) of each token but the first of prompts of one length. A collective."""
+        """Compute the log-prob (temperature 1) of each token except the first, for prompts of equal length. A
+        collective."""
         return self.backend.prompt_log_probs(torch.tensor(prompts)).tolist()
 
     @property
@@ -222,7 +225,7 @@ class PolicyWorker(Worker):
         self._profiler = self._monitor = None
 
     def _disconnect_engines(self) -> None:
-        """Close this rank's end of weight sync, which holds memory that engines read."""
+        """Close this rank's end of weight sync, which owns memory that engines read."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -249,24 +252,23 @@ def gather_rows(own: torch.Tensor, parallel: ParallelInfo) -> tuple[torch.Tensor
     """Concatenate the rows [n, ...] of all data-parallel ranks, in rank order. A collective.
 
     Returns:
-        all rows on the CPU, and the position of this rank's first.
+        all rows on the CPU, and the position of this rank's first row.
     """
     if parallel.world_size == 1:
         return own, 0
     of_ranks: list[tuple[int, torch.Tensor]] = [(0, own)] * parallel.world_size
-    # Objects, since ranks may have different numbers of rows; it is once a mini-batch, and only for losses with a
-    # selector.
+    # Objects, since ranks may have different numbers of rows; once per mini-batch, and only for losses with a selector.
     dist.all_gather_object(of_ranks, (parallel.data_parallel_rank, own))
-    # Ranks that share rows have the same: one of each replica counts. (Of ranks in the order of their process group,
-    # which need not be that of replicas.)
+    # Ranks of a replica have the same rows, so one rank of each replica counts. (The order of the process group may
+    # differ from the order of replicas.)
     rows = dict(of_ranks)
     of_replicas = [rows[replica] for replica in range(parallel.data_parallel_size)]
     return torch.cat(of_replicas), sum(len(part) for part in of_replicas[: parallel.data_parallel_rank])
 
 
 def sum_over_ranks(statistics: RouterStatistics, parallel: ParallelInfo) -> RouterStatistics:
-    """Add up the statistics of all ranks. A collective."""
-    # One collective for both. float64 counts exactly and sums alike in every order of ranks.
+    """Sum the statistics of all ranks. A collective."""
+    # One collective for both. float64 counts exactly, independent of the order of ranks.
     sums = torch.stack([statistics.counts, statistics.probability_sums]).double()
     numbers = torch.tensor([statistics.num_tokens, statistics.num_differing], device=sums.device, dtype=torch.float64)
     if parallel.world_size > 1:

@@ -16,10 +16,10 @@ _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
 
 
 class StepProfiler:
-    """Recorder of one rank's training steps. It runs in the thread that made it.
+    """Recorder of one rank's training steps. Runs in the thread that created it.
 
     Args:
-        folder: of the files, `rank_<rank>_step_<step>.json.gz` or `.stacks`, named after the last step they hold.
+        folder: folder of the files, `rank_<rank>_step_<step>.json.gz` or `.stacks`, named after the last step in them.
     """
 
     def __init__(self, settings: TorchProfilerConfig, folder: Path, rank: int, device: torch.device):
@@ -47,12 +47,12 @@ class StepProfiler:
             # Without `verbose` the stacks to export are empty.
             experimental_config=_ExperimentalConfig(verbose=settings.export_type == "stacks"),
         )
-        # A file of each cycle is what is wanted.
+        # One file per cycle.
         warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle")
         self._profile.start()
 
     def end_step(self, step: int) -> None:
-        """End a step of the schedule. Writes a file if it was the last of a cycle.
+        """End a step of the schedule. Writes a file after the last step of a cycle.
 
         Args:
             step: number of the training step.
@@ -61,7 +61,7 @@ class StepProfiler:
         self._profile.step()
 
     def close(self) -> None:
-        """End the profile. A cycle under way is written."""
+        """End the profile and write an unfinished cycle."""
         self._profile.stop()
 
     def _write(self, ended: profile) -> None:
@@ -78,7 +78,7 @@ class StepProfiler:
 
 
 def create_profiler(cfg: SkyRLConfig, rank: int, device: torch.device) -> StepProfiler | None:
-    """Return the started profiler of a rank of the policy; None if it is not to be profiled."""
+    """Create and start the profiler of a policy rank; None if the rank is not profiled."""
     settings = cfg.trainer.policy.torch_profiler_config
     if not settings.enable or rank not in settings.ranks:
         return None

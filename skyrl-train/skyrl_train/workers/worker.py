@@ -1,6 +1,6 @@
-"""Rank of a model: a training backend that holds it and an objective that it is trained on.
+"""Rank of a model: a training backend that holds the model, and an objective that trains it.
 
-Knows nothing of Ray; alone it is a plain object.
+A plain object, independent of Ray.
 """
 
 from collections.abc import Sequence
@@ -39,12 +39,12 @@ from skyrl_train.workers.objectives.critic import CriticObjective
 
 
 class Worker:
-    """A model that gives scores and, with an objective, is trained. One optimizer step is `forward_backward` of this
-    rank's part of a mini-batch, then `optim_step`.
+    """Rank of a model that computes scores and, with an objective, is trained. An optimizer step is `forward_backward`
+    of this rank's part of a mini-batch, then `optim_step`.
 
     Args:
         backend: holds the model.
-        objective: None for a model that is not trained.
+        objective: training objective; None for a model that is not trained.
     """
 
     name: ClassVar[ModelName]
@@ -69,11 +69,11 @@ class Worker:
     # ---- start and end
 
     def rendezvous_point(self) -> tuple[str, int]:
-        """Return an address and free port of this worker's machine where its group can meet."""
+        """Return an address and free port of this worker's machine for the rendezvous of its group."""
         return node_address(), find_free_port()
 
     def init_model(self, info: RankInfo) -> ParallelInfo:
-        """Join the group and load the model. A collective: every rank must call it."""
+        """Join the group and load the model. A collective: all ranks must call it."""
         if self.cfg.trainer.use_expandable_segments and torch.device(info.device).type == "cuda":
             use_expandable_segments()  # before anything is allocated
         self.backend.join(info)
@@ -83,12 +83,12 @@ class Worker:
         return replace(self.parallel, shares_prefixes=self.backend.shares_prefixes)
 
     def take_memory_peaks(self) -> dict[str, int]:
-        """Return the largest memory [bytes] of this rank since the last call in `load`, `forward` and `train`, above
-        what it held before its model."""
+        """Return this rank's peak memory [bytes] since the last call in `load`, `forward` and `train`, relative to the
+        memory before its model was loaded."""
         return self.memory_peaks.take()
 
     def teardown(self) -> None:
-        """Free what does not end with the worker's last reference."""
+        """Release resources that outlive the worker's last reference."""
 
     # ---- scores, gradients, optimizer steps
 
@@ -97,7 +97,7 @@ class Worker:
 
         Args:
             batch: `sequences`, `attention_mask` [b, T]. R is metadata `response_length`.
-            micro_batches: its rows, as the schedule divides them.
+            micro_batches: rows of the batch, as divided by the schedule.
 
         Returns:
             `output` [b, R]; rows of dummy micro-batches stay 0.
@@ -106,21 +106,22 @@ class Worker:
             return TrainingOutputBatch(output=self.backend.forward(batch, micro_batches))
 
     def load_batch(self, batch: TrainingInputBatch) -> None:
-        """Keep this data-parallel rank's rows of the training batch, which `forward_backward` refers to."""
+        """Keep this data-parallel rank's rows of the training batch, to which `forward_backward` refers."""
         self.batch = batch
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> MetricSums:
-        """Add the gradient of this rank's part of one mini-batch, given as rows of the loaded batch."""
+        """Accumulate the gradient of this rank's part of one mini-batch, given as rows of the loaded batch."""
         return self.add_gradient(micro_batches).sums
 
     def add_gradient(self, micro_batches: Sequence[MicroBatch]) -> Gradient:
-        """Add the gradient of this rank's part of one mini-batch. Returns: metrics, scores, router statistics."""
+        """Accumulate the gradient of this rank's part of one mini-batch. Returns metrics, scores and router
+        statistics."""
         assert self.objective is not None, f"the {self.name} is not trained"
         with self.memory_peaks.measuring("train"):
             return self.backend.forward_backward(self.batch, micro_batches, self.objective)
 
     def optim_step(self) -> dict[str, float]:
-        """Take one optimizer step on the gradient added so far. One that is not finite is dropped and counted.
+        """Take one optimizer step with the accumulated gradient. A non-finite gradient is dropped and counted.
 
         Returns:
             `grad_norm` before clipping, `<name>_lr` of this step, `skipped_updates` (1 if the gradient was not finite).
@@ -136,33 +137,32 @@ class Worker:
     # ---- device memory
 
     def offload_to_cpu(self) -> None:
-        """Free the device's memory until `backload_to_gpu`."""
+        """Release the device's memory until `backload_to_gpu`."""
         self.backend.offload()
 
     def backload_to_gpu(self) -> None:
-        """Take the device again."""
+        """Move the model back to the device."""
         self.backend.onload()
 
     # ---- files
 
     def save_checkpoint(self, folder: str) -> WrittenFiles:
-        """Write everything that the rest of a run depends on into `folder`. A collective. Returns: the files."""
+        """Write the complete training state of this model into `folder` and return the files. A collective."""
         return self.backend.save(location(folder))
 
     def start_checkpoint(self, folder: str) -> None:
-        """Copy to host memory what `save_checkpoint` writes; a thread writes it while training goes on. A
-        collective."""
+        """Copy the checkpoint state to host memory; a thread writes it while training continues. A collective."""
         self._background_write = self.backend.start_saving(location(folder))
 
     def checkpoint_files(self) -> WrittenFiles | None:
-        """Return the files of the last `start_checkpoint`, None while they are being written. Raises
+        """Return the files of the last `start_checkpoint`; None while they are being written. Raises
         CheckpointError."""
         assert self._background_write is not None, "a checkpoint is started before its files are asked for"
         return self._background_write.get_files()
 
     def fetch_checkpoint(self, folder: str, records: dict[str, FileRecord]) -> None:
-        """Download and verify what `save_checkpoint` wrote to an object store, for the next `load_checkpoint` of that
-        folder. Ranks of one machine share the copy.
+        """Download and verify a checkpoint of `save_checkpoint` from an object store, for the next `load_checkpoint` of
+        that folder. Ranks of one machine share the copy.
 
         Args:
             records: size and hash of each file.
@@ -170,8 +170,8 @@ class Worker:
         self._download = SharedDownload(location(folder), records)
 
     def load_checkpoint(self, folder: str) -> None:
-        """Restore what `save_checkpoint` wrote, on any number of ranks. The optimizer's settings stay those of this
-        run. A collective."""
+        """Restore a checkpoint of `save_checkpoint` on any number of ranks. The optimizer settings of this run are
+        kept. A collective."""
         if self._download is None:
             self.backend.load(Path(folder))
             return
@@ -182,12 +182,12 @@ class Worker:
             self._download = None
 
     def load_weights(self, folder: str) -> None:
-        """Replace the weights by those of the model that a worker's `save_hf_model` wrote. A collective."""
+        """Load the weights of a model written by a worker's `save_hf_model`. A collective."""
         self.backend.load_parameters(folder)
 
     def save_hf_model(self, folder: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write the model as `transformers` loads it (float32 safetensors, config, tokenizer), adapters merged; these
-        besides, as peft loads them, into `adapter`. The folder is there when it is whole. A collective."""
+        """Export the model for `transformers` (float32 safetensors, config, tokenizer) with merged adapters; adapters
+        are also written in peft's format into `adapter`. The folder appears when it is complete. A collective."""
         settings, transformer = self.backend.trained_settings, self.backend.transformer
         state = self.full_state()
         is_writer = self.parallel.rank == 0
@@ -210,7 +210,7 @@ class Worker:
             ) from error
 
     def full_state(self) -> dict[str, torch.Tensor]:
-        """Gather all parameters on the CPU of rank 0 (elsewhere: empty). A collective."""
+        """Gather all parameters on the CPU of rank 0 (empty on other ranks). A collective."""
         state = {}
         for name, tensor in self.backend.gather_parameters():
             if self.parallel.rank == 0:
@@ -223,7 +223,7 @@ class CriticWorker(Worker):
 
     Args:
         num_training_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        make_backend: of `trainer.strategy`; None: looked up here.
+        make_backend: builder of the backend of `trainer.strategy`; None: looked up here.
     """
 
     name = "critic"
@@ -234,7 +234,7 @@ class CriticWorker(Worker):
 
 
 class RefWorker(Worker):
-    """Rank of the reference model, the origin of KL."""
+    """Rank of the reference model for the KL divergence."""
 
     name = "ref"
 
@@ -244,7 +244,7 @@ class RefWorker(Worker):
     def forward_top(
         self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch], num_top: int
     ) -> TrainingOutputBatch:
-        """Compute the likeliest words at each response token: `teacher_ids` and `teacher_log_probs` [b, R, K]."""
+        """Compute the most likely tokens at each response position: `teacher_ids` and `teacher_log_probs` [b, R, K]."""
         ids, log_probs = self.backend.forward_top(batch, micro_batches, num_top)
         return TrainingOutputBatch(teacher_ids=ids, teacher_log_probs=log_probs)
 
@@ -252,6 +252,6 @@ class RefWorker(Worker):
 def create_backend(
     cfg: SkyRLConfig, name: ModelName, num_training_steps: int | None, make_backend: MakeBackend | None
 ) -> TrainingBackend:
-    """Make this rank's backend of a model. A driver passes the builder on, by value where it is a user's own: what is
-    registered there is not registered in the processes of workers."""
+    """Create this rank's backend of a model. The driver passes the builder, pickled by value if custom, since
+    registrations in the driver do not exist in worker processes."""
     return (make_backend or TrainingBackendRegistry.get(cfg.trainer.strategy))(cfg, name, num_training_steps)

@@ -22,14 +22,14 @@ CHATML_TEMPLATES = ["Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "Qwen-QwQ-32B
 
 
 @pytest.mark.parametrize("template", CHATML_TEMPLATES)
-def test_the_generation_prompt(qwen, template):
+def test_generation_prompt_matches_template(qwen, template):
     tokenizer = qwen(template)
     ids = get_generation_prompt_ids(tokenizer)
     assert tokenizer.decode(ids).startswith("<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize("template", CHATML_TEMPLATES[:2])
-def test_messages_encoded_one_by_one_are_the_conversation(qwen, template):
+def test_separately_encoded_messages_concatenate_to_conversation(qwen, template):
     tokenizer = qwen(template)
     system = [{"role": "system", "content": "Be brief."}]
     tool = {"role": "tool", "content": "2"}
@@ -40,7 +40,7 @@ def test_messages_encoded_one_by_one_are_the_conversation(qwen, template):
     assert tokenizer.decode(encode_messages_subset([USER], tokenizer)) == "<|im_start|>user\n1+1?<|im_end|>\n"
 
 
-def test_the_loss_mask_covers_what_the_assistant_wrote(characters):
+def test_loss_mask_covers_assistant_tokens(characters):
     ids, mask, logprobs = get_response_ids_and_loss_mask_from_messages(
         [ASSISTANT, USER, ASSISTANT], characters, assistant_logprobs=[[-1.0, -2.0], [-3.0, -4.0]]
     )
@@ -54,7 +54,7 @@ def test_the_loss_mask_covers_what_the_assistant_wrote(characters):
 
 
 @pytest.mark.parametrize("template", ["Qwen-Qwen2.5-7B-Instruct", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "acc"])
-def test_messages_of_text_are_the_conversation_with_parallel_results(qwen, template):
+def test_text_messages_match_conversation_with_parallel_results(qwen, template):
     tokenizer = qwen("Qwen-Qwen3-0.6B" if template == "acc" else template)
     tokenizer.chat_template = bundled_template("qwen3_acc_thinking") if template == "acc" else tokenizer.chat_template
     results = [{"role": "tool", "content": text} for text in ("one", "two")]
@@ -76,12 +76,12 @@ def test_messages_of_text_are_the_conversation_with_parallel_results(qwen, templ
         ([ASSISTANT], [[-1.0]], r"Logprobs count \(1\) does not match token count \(2\)"),
     ],
 )
-def test_messages_that_cannot_be_encoded(characters, messages, logprobs, message):
+def test_unencodable_messages_raise(characters, messages, logprobs, message):
     with pytest.raises(ValueError, match=message):
         get_response_ids_and_loss_mask_from_messages(messages, characters, logprobs)
 
 
-def test_every_real_template_that_carries_a_conversation_can_be_continued(qwen, test_data):
+def test_supported_real_templates_can_be_continued(qwen, test_data):
     """Tokens between two responses are those that the template renders there in the whole conversation."""
     question, reply = {"role": "user", "content": "One?"}, {"role": "user", "content": "Two?"}
     answer = {"role": "assistant", "content": "Seventeen."}
@@ -102,7 +102,7 @@ def test_every_real_template_that_carries_a_conversation_can_be_continued(qwen, 
     assert len(continued) >= 8, refused
 
 
-def test_a_template_and_keywords_that_cannot_carry_a_conversation_are_refused(characters):
+def test_template_and_keywords_without_conversation_support_are_refused(characters):
     with pytest.raises(ConfigError, match="drops assistant messages"):
         ChatFormat(characters, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     with pytest.raises(ConfigError, match=r"cannot render these messages.*chat_template_kwargs"):
@@ -110,7 +110,7 @@ def test_a_template_and_keywords_that_cannot_carry_a_conversation_are_refused(ch
 
 
 @pytest.mark.parametrize("name", sorted(CUSTOM_CHAT_TEMPLATES))
-def test_our_templates_are_chatml(qwen, name):
+def test_shipped_templates_are_chatml(qwen, name):
     tokenizer = qwen("Qwen-Qwen2.5-7B-Instruct")
     conversation = [{"role": "system", "content": "S"}, USER, {"role": "assistant", "content": "<think>x</think>\n\n2"}]
     ours = tokenizer.apply_chat_template(
@@ -119,7 +119,7 @@ def test_our_templates_are_chatml(qwen, name):
     assert ours == tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
 
 
-def test_a_custom_template_is_found_by_name_or_in_a_file(tmp_path):
+def test_custom_template_loads_by_name_or_file(tmp_path):
     assert get_custom_chat_template(ChatTemplateConfig()) is None
     path = tmp_path / "template.jinja"
     path.write_text("hi")
@@ -136,21 +136,21 @@ def test_a_custom_template_is_found_by_name_or_in_a_file(tmp_path):
         ("file", "a\0b", "null byte"),
     ],
 )
-def test_a_custom_template_that_is_not_there(source, name_or_path, message):
+def test_missing_custom_template_raises(source, name_or_path, message):
     config = ChatTemplateConfig()
     config.source, config.name_or_path = source, name_or_path  # as settings made in Python may be
     with pytest.raises(ConfigError, match=message):
         get_custom_chat_template(config)
 
 
-def test_a_custom_template_is_at_most_a_megabyte(tmp_path):
+def test_custom_template_larger_than_megabyte_is_refused(tmp_path):
     path = tmp_path / "big.jinja"
     path.write_text("x" * (1024 * 1024 + 1))
     with pytest.raises(ConfigError, match="1048577 bytes"):
         get_custom_chat_template(ChatTemplateConfig(source="file", name_or_path=str(path)))
 
 
-def test_the_real_contexts_render_to_ids_that_read_the_same(qwen, test_data):
+def test_real_contexts_render_to_ids_with_same_text(qwen, test_data):
     tokenizer = qwen("Qwen-Qwen2.5-7B-Instruct")
     context = json.loads((test_data / "tokenizers" / "template_contexts" / "simple.json").read_text())
     chat = ChatFormat(tokenizer)

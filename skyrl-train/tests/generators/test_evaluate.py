@@ -52,7 +52,7 @@ def config(tmp_path, tmp_path_factory):
     return config
 
 
-async def test_a_source_that_failed_has_no_score_and_a_set_that_failed_is_an_error(characters, config, tmp_path):
+async def test_failed_source_has_no_score_and_failed_set_raises(characters, config, tmp_path):
     batch = rows(("math", [1.0, 0.0]), ("code", [None, None]))
     metrics = await evaluate([batch], Grader(characters), config, global_step=3, tokenizer=characters)
     assert (metrics["eval/code/avg_score"], metrics["eval/code/pass_at_2"]) == (None, None)
@@ -64,7 +64,7 @@ async def test_a_source_that_failed_has_no_score_and_a_set_that_failed_is_an_err
     assert (tmp_path / "dumped_evals" / "global_step_4_evals" / "code.jsonl").exists()
 
 
-async def test_data_sources_with_similar_names_stay_apart(characters, config, tmp_path):
+async def test_data_sources_with_similar_names_are_separate(characters, config, tmp_path):
     worths = {"lab/set": 1.0, "lab_set": 0.0, "all": 0.25, "aggregated_results": 0.5, "s" * 300: 0.75}
     batches = [rows((source, [worth, worth])) for source, worth in worths.items()]
     for number, batch in enumerate(batches):
@@ -77,7 +77,7 @@ async def test_data_sources_with_similar_names_stay_apart(characters, config, tm
     assert files == {f"{name}.jsonl" for name in names} | {"aggregated_results.jsonl"} and len(files) == 6
 
 
-async def test_scores_are_by_data_source_and_over_all(characters, config, tmp_path):
+async def test_scores_are_reported_by_data_source_and_overall(characters, config, tmp_path):
     batches = [rows(("org/math", [1.0, 0.0]), ("org/math", [0.0, 0.0])), rows((None, [None, -1.0]))]
     batches[1][0]["uid"] = "2"
     generator = Grader(characters)
@@ -114,19 +114,19 @@ async def test_scores_are_by_data_source_and_over_all(characters, config, tmp_pa
     assert json.loads((folder / "aggregated_results.jsonl").read_text()) == metrics
 
 
-async def test_an_evaluation_without_a_trainer_has_a_folder_of_its_own(characters, config, tmp_path):
+async def test_standalone_evaluation_has_separate_folder(characters, config, tmp_path):
     await evaluate([rows(("a", [1.0, 1.0]))], Grader(characters), config, global_step=None, tokenizer=characters)
     assert (tmp_path / "dumped_evals" / "eval_only" / "a.jsonl").is_file()
 
 
-async def test_dumping_can_be_switched_off(characters, config, tmp_path):
+async def test_dump_can_be_disabled(characters, config, tmp_path):
     config.trainer.dump_eval_results = False
     await evaluate([rows(("a", [1.0, 1.0]))], Grader(characters), config, global_step=1, tokenizer=characters)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("merged", [False, True], ids=["turns", "joined"])
-async def test_turns_of_their_own_change_no_number(characters, config, game, say, tmp_path, merged):
+async def test_step_wise_turns_keep_evaluation_scores(characters, config, game, say, tmp_path, merged):
     """Three prompts of one, two and three turns; the last loses more in its second turn than it gains elsewhere."""
 
     class Scripted(GeneratorInterface):

@@ -34,7 +34,7 @@ def bad(**faults):
 
 
 @pytest.mark.parametrize("method", ["make", "init", "step", "get_metrics", "close"])
-async def test_an_environment_that_raises_costs_its_own_trajectory(game, say, characters, environments, method):
+async def test_environment_error_fails_only_own_trajectory(game, say, characters, environments, method):
     extras = [bad(raises={method: RuntimeError("boom")}), GOOD]
     played = await game(characters, [[say("a")], [say("b")]], extras).play()
     output = played.output
@@ -57,14 +57,14 @@ async def test_an_environment_that_raises_costs_its_own_trajectory(game, say, ch
     assert metrics["generate/avg_num_tokens"] == 2.0  # the good one's
 
 
-async def test_a_failed_trajectory_keeps_what_it_had(game, say, characters):
+async def test_failed_trajectory_keeps_partial_tokens(game, say, characters):
     played = await game(characters, [[say("ab")]], [bad(raises={"step": RuntimeError("boom")})]).play()
     assert characters.decode(played.output["response_ids"][0]) == "ab<|im_end|>"
     assert played.output["rollout_logprobs"] == [[-1.0, -2.0, -3.0]]
 
 
 @pytest.mark.parametrize("method", ["make", "init", "step", "close"])
-async def test_an_environment_that_hangs_is_given_up_at_its_deadline(game, say, characters, method):
+async def test_hanging_environment_is_abandoned_at_deadline(game, say, characters, method):
     extras = [bad(sleeps={method: 30.0}), GOOD]
     started = time.monotonic()
     played = await game(
@@ -77,7 +77,7 @@ async def test_an_environment_that_hangs_is_given_up_at_its_deadline(game, say, 
     assert played.output["failures"][1] is None  # the one thread there may be was not lost to the other
 
 
-async def test_an_async_environment_runs_on_the_event_loop_and_has_the_same_deadline(game, say, characters):
+async def test_async_environment_runs_on_event_loop_with_same_deadline(game, say, characters):
     extras = [GOOD, bad(sleeps={"astep": 30.0})]
     played = await game(
         characters, [[say("a")], [say("b")]], extras, env_class="scripted_async", gym={"env_timeout_seconds": 0.2}
@@ -86,34 +86,34 @@ async def test_an_async_environment_runs_on_the_event_loop_and_has_the_same_dead
     assert "step did not return" in played.output["failures"][1].message
 
 
-async def test_environments_can_run_without_threads(game, say, characters):
+async def test_environments_run_without_threads(game, say, characters):
     played = await game(characters, [[say("a")]], [GOOD], gym={"max_env_workers": 0}).play()
     assert played.output["rewards"] == [[0.0, 1.0]]
 
 
 @pytest.mark.parametrize("reward", [None, float("nan"), "1", True, -(10**309), pytest.param(10**5000, id="long")])
-async def test_a_reward_that_is_no_finite_number_is_a_reward_failure(game, say, characters, reward):
+async def test_non_finite_reward_is_reward_failure(game, say, characters, reward):
     played = await game(characters, [[say("a")]], [{"steps": [{"reward": reward}]}]).play()
     assert played.output["failures"][0].kind == "reward"
     assert played.output["rewards"] == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize("metrics", [None, 3, [("turns", 1)]])
-async def test_metrics_that_are_no_dict_are_the_environments_failure(game, say, characters, metrics):
+async def test_metrics_other_than_dict_are_environment_failure(game, say, characters, metrics):
     extras = [{"steps": [{"reward": 1.0}], "metrics": metrics}]
     played = await game(characters, [[say("a")]], extras, settings={"max_rollout_retries": 0}).play()
     assert played.output["failures"][0].kind == "environment"
     assert "get_metrics must return a dict" in played.output["failures"][0].message
 
 
-async def test_an_environment_may_say_itself_what_failed(game, say, characters):
+async def test_environment_may_report_failure_kind(game, say, characters):
     played = await game(
         characters, [[say("a")]], [bad(raises={"step": RolloutError("tool", "no search server")})]
     ).play()
     assert played.output["failures"] == [Failure("tool", "no search server")]
 
 
-async def test_an_episode_that_cannot_end_is_ended(game, say, characters):
+async def test_endless_episode_is_stopped(game, say, characters):
     extras = [{"steps": [{"says": ""}] * 3}]
     settings = {"use_conversation_multi_turn": False}
     played = await game(characters, [[say(""), say("")]], extras, settings=settings).play()
@@ -121,9 +121,7 @@ async def test_an_episode_that_cannot_end_is_ended(game, say, characters):
 
 
 @pytest.mark.parametrize("error", [ConnectionError("gone"), TimeoutError()])
-async def test_an_infrastructure_failure_is_tried_again_with_a_fresh_environment(
-    game, say, characters, environments, error
-):
+async def test_infrastructure_failure_is_retried_with_new_environment(game, say, characters, environments, error):
     steps = [{"reward": 0.5, "says": "x"}, {"reward": 1.0}]
     # the second turn fails; then both turns again
     answers = [[say("a"), error, say("a"), say("b")]]
@@ -134,7 +132,7 @@ async def test_an_infrastructure_failure_is_tried_again_with_a_fresh_environment
     assert played.output["rollout_metrics"]["generate/num_retries"] == 1.0
 
 
-async def test_an_infrastructure_failure_that_stays_is_recorded_after_the_retries(game, say, characters):
+async def test_persistent_infrastructure_failure_is_recorded_after_retries(game, say, characters):
     answers = [[ConnectionError("gone")] * 3, [say("b")]]
     played = await game(characters, answers, [bad(), GOOD], settings={"max_rollout_retries": 2}).play()
     assert len(played.engine.requests) == 3 + 1
@@ -143,9 +141,7 @@ async def test_an_infrastructure_failure_that_stays_is_recorded_after_the_retrie
     assert played.output["rewards"][0] == [0.0]
 
 
-async def test_a_service_an_environment_needs_is_tried_again_and_then_an_infrastructure_failure(
-    game, say, characters, environments
-):
+async def test_unavailable_environment_service_is_retried_then_recorded(game, say, characters, environments):
     """Never a reward of 0: a search server that is down says nothing about the answer."""
     extras = [bad(raises={"step": InfraError("Search error: nobody listens")}), GOOD]
     played = await game(
@@ -157,20 +153,20 @@ async def test_a_service_an_environment_needs_is_tried_again_and_then_an_infrast
     assert set(played.output["loss_masks"][0]) == {0}
 
 
-async def test_an_aborted_request_is_an_infrastructure_failure(game, say, characters):
+async def test_aborted_request_is_infrastructure_failure(game, say, characters):
     played = await game(characters, [[say("a", stop_reason="abort"), say("b")]], [bad()]).play()
     assert played.output["failures"] == [None]
     assert characters.decode(played.output["response_ids"][0]) == "b<|im_end|>"
 
 
-async def test_a_request_that_the_engine_refuses_is_not_tried_again(game, say, characters):
+async def test_request_refused_by_engine_is_not_retried(game, say, characters):
     played = await game(characters, [[ValueError("token id 9999 is outside the vocabulary")]], [bad()]).play()
     refused = "the engine refused the request: token id 9999 is outside the vocabulary"
     assert played.output["failures"] == [Failure("model", refused)]
     assert len(played.engine.requests) == 1
 
 
-async def test_an_engine_that_does_not_answer_is_given_up(characters, say, scripted_engine):
+async def test_unresponsive_engine_times_out(characters, say, scripted_engine):
     class SilentEngine(scripted_engine):
         async def generate(self, request):
             await asyncio.sleep(60)
@@ -182,24 +178,24 @@ async def test_an_engine_that_does_not_answer_is_given_up(characters, say, scrip
     assert caught.value.kind == "infrastructure"
 
 
-async def test_an_unknown_environment_is_an_error_before_anything_is_generated(game, say, characters):
+async def test_unknown_environment_raises_before_generation(game, say, characters):
     with pytest.raises(ConfigError, match=r"scripte.*did you mean scripted"):
         await game(characters, [[say("a")]], [GOOD], env_class="scripte").play()
 
 
-async def test_a_message_that_the_template_cannot_render_is_the_environments_failure(game, say, characters):
+async def test_unrenderable_message_is_environment_failure(game, say, characters):
     played = await game(characters, [[say("a"), say("b")]], [{"steps": [{"says": 3}, {}]}]).play()
     failure = played.output["failures"][0]
     assert failure.kind == "environment" and "the chat template cannot render these messages" in failure.message
 
 
-async def test_samples_do_not_share_their_extras(game, say, characters):
+async def test_samples_do_not_share_extras(game, say, characters):
     shared = {"steps": [{"reward": 1.0}], "list": []}
     await game(characters, [[say("a")], [say("b")]], [shared, shared]).play()
     assert shared == {"steps": [{"reward": 1.0}], "list": []}
 
 
-async def test_cancelling_closes_the_environments_and_passes_through(game, say, characters, environments):
+async def test_cancellation_closes_environments_and_propagates(game, say, characters, environments):
     task = asyncio.create_task(game(characters, [[say("a")]], [bad(sleeps={"step": 0.5})]).play())
     await asyncio.sleep(0.2)
     task.cancel()
@@ -208,7 +204,7 @@ async def test_cancelling_closes_the_environments_and_passes_through(game, say, 
     assert environments.closed == ["bad"]
 
 
-async def test_results_after_the_deadline_are_discarded():
+async def test_results_after_deadline_are_discarded():
     discarded = []
 
     def slow():
@@ -221,12 +217,12 @@ async def test_results_after_the_deadline_are_discarded():
     assert discarded == ["late"]
 
 
-async def test_an_environment_that_exits_the_process_only_ends_its_call():
+async def test_environment_calling_exit_ends_only_own_call():
     with pytest.raises(RuntimeError, match="raised SystemExit: 3"):
         await DaemonThreads(max_workers=1, timeout_seconds=5).call(sys.exit, 3)
 
 
-def test_a_call_that_never_returns_does_not_keep_the_process_from_ending():
+def test_hanging_call_does_not_block_process_exit():
     code = (
         "import asyncio, time\n"
         "from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded\n"
@@ -237,7 +233,7 @@ def test_a_call_that_never_returns_does_not_keep_the_process_from_ending():
     assert ended.stdout.strip() == "did not return within 0.1 s"
 
 
-def test_no_more_calls_run_at_a_time_than_there_are_workers():
+def test_concurrent_calls_are_limited_by_workers():
     running, most = 0, 0
 
     def work():
@@ -256,7 +252,7 @@ def test_no_more_calls_run_at_a_time_than_there_are_workers():
     assert most == 3
 
 
-async def test_every_request_has_a_seed_of_its_own_and_the_same_again_when_repeated(game, say, characters):
+async def test_request_seeds_are_distinct_and_repeatable(game, say, characters):
     async def seeds(seed):
         answers = [[say("a"), say("b")], [say("a"), say("b")]]
         extras = [{"steps": [{"says": "x"}, {}]} for _ in answers]
@@ -269,7 +265,7 @@ async def test_every_request_has_a_seed_of_its_own_and_the_same_again_when_repea
     assert not set(await seeds(2)) & set(first)
 
 
-def test_a_seed_depends_on_step_phase_sample_and_turn_but_not_on_the_process():
+def test_seed_depends_on_step_phase_sample_and_turn_not_on_process():
     def seed(step=3, phase: TrainingPhase = "train", repetition=0, turn=0):
         return request_seed(42, BatchMetadata(step, phase), TrajectoryID("17", repetition), turn)
 
@@ -285,7 +281,7 @@ def test_a_seed_depends_on_step_phase_sample_and_turn_but_not_on_the_process():
     assert json.loads(elsewhere.stdout) == seed()
 
 
-async def test_the_death_of_an_engine_is_no_failed_rollout_but_ends_the_batch(game, say, characters, environments):
+async def test_engine_crash_ends_batch_instead_of_failing_rollout(game, say, characters, environments):
     scripts = [[WorkerError("engine 0 died")], [say("b")]]
     with pytest.raises(WorkerError, match="engine 0 died"):
         await game(characters, scripts, [bad(), GOOD]).play()
@@ -306,7 +302,7 @@ class Lottery(BaseTextEnv):
         return {"observations": [], "reward": float(self.seed % 997), "done": True, "truncated": True, "metadata": {}}
 
 
-async def test_samples_of_one_prompt_share_the_seed_of_their_episodes_and_prompts_do_not(game, say, characters):
+async def test_samples_share_episode_seed_within_prompt_only(game, say, characters):
     """Their rewards are compared with each other, so they must have been given the same task."""
     with register_environments(lottery=Lottery):
         first = await game(characters, [[say("a")], [say("b")]], [{}, {}], env_class="lottery").play()
@@ -322,7 +318,7 @@ async def test_samples_of_one_prompt_share_the_seed_of_their_episodes_and_prompt
     assert seed(0) == seed(1) != seed(0, prompt="1")
 
 
-async def test_a_thread_that_returned_serves_the_next_call_and_one_that_hangs_serves_none():
+async def test_returned_thread_is_reused_and_hanging_thread_is_not():
     threads, released = DaemonThreads(max_workers=2, timeout_seconds=0.1), threading.Event()
     first = await threads.call(threading.get_ident)
     assert await threads.call(threading.get_ident) == first
@@ -334,7 +330,7 @@ async def test_a_thread_that_returned_serves_the_next_call_and_one_that_hangs_se
     assert held[0] not in others
 
 
-async def test_a_thread_keeps_nothing_of_the_calls_that_it_served():
+async def test_idle_thread_keeps_no_references_to_calls():
     class Environment:
         pass
 
@@ -345,14 +341,14 @@ async def test_a_thread_keeps_nothing_of_the_calls_that_it_served():
     assert [each() for each in alive] == [None] * 6
 
 
-async def test_half_a_character_in_an_observation_is_replaced(game, say, characters):
+async def test_lone_surrogate_in_observation_is_replaced(game, say, characters):
     extras = [{"steps": [{"says": "cut \ud83d"}, {"reward": 1.0}]}]
     played = await game(characters, [[say("a"), say("b")]], extras).play()
     assert played.output["failures"] == [None]
 
 
 @pytest.mark.parametrize("processor_time, num_warnings", [(lambda: 0.0, 1), (time.monotonic, 0)], ids=["idle", "busy"])
-async def test_long_wait_for_threads_is_warned_of_in_idle_process(log, monkeypatch, processor_time, num_warnings):
+async def test_long_wait_for_threads_warns_in_idle_process(log, monkeypatch, processor_time, num_warnings):
     monkeypatch.setattr("skyrl_train.generators.environment.LONG_WAIT_SECONDS", 0.2)
     monkeypatch.setattr("skyrl_train.generators.environment.time.process_time", processor_time)
     threads = DaemonThreads(max_workers=1, timeout_seconds=5)

@@ -58,7 +58,7 @@ def checked(output: Any, limits: LengthLimits | None = None, num_trajectories: i
     ],
     ids=["nan", "inf", "none", "log-prob", "empty", "long prompt"],
 )
-def test_a_bad_trajectory_is_named_and_trains_nothing(changes, failure):
+def test_invalid_trajectory_is_named_and_masked(changes, failure):
     output = checked(two(**changes), LIMITS)
     assert output["failures"] == [Failure(failure.kind, f"trajectory p_0 {failure.message}"), None]
     assert output["loss_masks"] == [[0, 0], [1, 1]]
@@ -82,7 +82,7 @@ def with_response(length: int, **changes) -> Any:
     return two(**(columns | changes))
 
 
-def test_a_response_over_the_limit_is_cut_and_trains_nothing():
+def test_response_over_limit_is_truncated_and_masked():
     assert checked(with_response(LONGEST), LIMITS)["failures"] == [None, None]
 
     output = checked(with_response(LONGEST + 1), LIMITS)
@@ -94,12 +94,12 @@ def test_a_response_over_the_limit_is_cut_and_trains_nothing():
     assert not any(output["loss_masks"][0])
 
 
-def test_an_empty_response_becomes_a_token_that_trains_nothing():
+def test_empty_response_becomes_single_masked_token():
     output = checked(with_response(0, rewards=[1.0, 0.5]))
     assert (output["response_ids"][0], output["loss_masks"][0], output["rewards"][0]) == ([0], [0], [0.0])
 
 
-def test_a_conversation_may_be_as_long_as_its_last_input_and_answer():
+def test_conversation_may_fill_last_input_and_response_limits():
     sampling = SamplingParams(max_generate_length=3)
 
     def limits(**settings):
@@ -115,12 +115,12 @@ def test_a_conversation_may_be_as_long_as_its_last_input_and_answer():
     assert limits(**turns, merge_stepwise_output=True).max_response_length(4) == (10 - 4) + 3 + TEMPLATE_TOKENS
 
 
-def test_a_log_prob_of_a_token_that_does_not_train_may_be_anything():
+def test_log_prob_of_masked_token_may_be_non_finite():
     output = checked(two(rollout_logprobs=[[-1.0, NAN], [-1.0, -2.0]], loss_masks=[[1, 0], [1, 1]]), LIMITS)
     assert output["failures"] == [None, None]
 
 
-def test_one_bad_turn_fails_all_turns_of_its_trajectory():
+def test_invalid_turn_fails_all_turns_of_trajectory():
     output = two(
         rewards=[[0.0, 1.0], [0.0, NAN]], trajectory_ids=[TrajectoryID("p", 0)] * 2, is_last_step=[False, True]
     )
@@ -131,7 +131,7 @@ def test_one_bad_turn_fails_all_turns_of_its_trajectory():
     assert output["rollout_metrics"]["generate/num_failed/reward"] == 1.0  # of trajectories, not of rows
 
 
-def test_a_trajectory_that_failed_before_keeps_its_failure():
+def test_failed_trajectory_keeps_first_failure():
     earlier = Failure("tool", "no search server")
     output = checked(two(rewards=[[0.0, NAN], [0.0, 0.5]], failures=[earlier, None]))
     assert output["failures"] == [earlier, None]

@@ -45,12 +45,12 @@ def output_of(rewards, **changes) -> GeneratorOutput:
         ([[1.0, 0.0], [0.0, 0.0], [0.0, -1.0], [0.5, -0.5]], (0.0, 0.5, 0.25)),
     ],
 )
-def test_scores_of_two_prompts_with_two_samples(rewards, expected):
+def test_scores_are_computed_for_two_prompts_with_two_samples(rewards, expected):
     scores = get_metrics_from_generator_output(output_of(rewards), ["a", "a", "b", "b"])
     assert (scores["avg_score"], scores["pass_at_n"], scores["mean_positive_reward"]) == expected
 
 
-def test_failed_trajectories_are_left_out_of_the_scores():
+def test_failed_trajectories_are_excluded_from_scores():
     output = output_of([1.0, 0.0, 0.0, 0.0], failures=[None, FAILED, FAILED, FAILED])
     scores = get_metrics_from_generator_output(output, ["a", "a", "b", "b"])
     assert scores == {"avg_score": 1.0, "pass_at_n": 1.0, "mean_positive_reward": 1.0}
@@ -59,12 +59,12 @@ def test_failed_trajectories_are_left_out_of_the_scores():
 
 
 @pytest.mark.parametrize("rewards, uids", [([], []), ([1.0], ["a", "b"])])
-def test_scores_need_one_uid_a_trajectory(rewards, uids):
+def test_scores_require_uid_per_trajectory(rewards, uids):
     with pytest.raises(ValueError):
         get_metrics_from_generator_output(output_of(rewards), uids)
 
 
-def test_rollout_metrics_of_three_trajectories():
+def test_rollout_metrics_are_computed_for_three_trajectories():
     metrics = get_rollout_metrics(
         [[1], [1, 2, 3], [1, 2, 3, 4, 5]],
         [[0.0], [0.0, 0.0, 1.0], [0.0] * 5],
@@ -106,7 +106,7 @@ def test_sampled_entropy_counts_every_generated_token_once():
     assert "generate/entropy" not in rollout_metrics([trajectory([], [])])
 
 
-def test_trajectory_that_reports_no_retries_had_none():
+def test_missing_retry_count_means_zero_retries():
     sample = TrainingSample([1], [5], [1], [1.0])
     trajectory = Trajectory(TrajectoryID("a", 0), [sample], env_class="gsm8k")
     assert rollout_metrics([trajectory])["generate/num_retries"] == 0.0
@@ -119,7 +119,7 @@ def test_no_metric_is_ever_nan():
     assert all(math.isfinite(value) for value in metrics.values()) and "environment/x" not in metrics
 
 
-def test_outputs_are_joined_in_their_order_and_their_metrics_computed_anew():
+def test_outputs_are_joined_in_order_and_metrics_recomputed():
     first = output_of([[1.0]], rollout_metrics={"environment/turns": 1.0, "generate/num_retries": 2.0})
     second = output_of([[0.0] * 3] * 3, rollout_metrics={"environment/turns": 5.0, "generate/num_retries": 1.0})
     joined = concatenate_generator_outputs([first, second])
@@ -132,14 +132,14 @@ def test_outputs_are_joined_in_their_order_and_their_metrics_computed_anew():
     assert joined["rollout_metrics"]["generate/num_retries"] == 3.0
 
 
-def test_samples_with_and_without_log_probs_do_not_make_a_batch():
+def test_mixed_presence_of_log_probs_is_refused():
     samples = [TrainingSample([1], [5], [1], [0.0], log_probs) for log_probs in ([-1.0], None)]
     trajectories = [Trajectory(TrajectoryID("p", n), [sample]) for n, sample in enumerate(samples)]
     with pytest.raises(ValueError, match="1 of 2 samples have log-probs"):
         collate(RolloutBatch([TrajectoryGroup("p", trajectories)]), Padding(), step=1)  # type: ignore[arg-type]
 
 
-def test_a_batch_and_its_metrics_tell_the_weights_behind_each_token():
+def test_batch_and_metrics_report_weight_version_of_each_token():
     versions = [[7, -1, 9], None, [2]]
     samples = [
         TrainingSample([1], [5] * length, [1] * length, [0.0] * length, None, own)
@@ -178,12 +178,12 @@ class Padding:
         ({"failures": [None]}, "failures length"),
     ],
 )
-def test_an_output_that_does_not_fit_together_is_refused(changes, message):
+def test_inconsistent_output_is_refused(changes, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
         validate_generator_output(2, GeneratorOutput(**{**output_of([1.0, 0.0]), **changes}))
 
 
-def test_a_prompt_stands_n_times_in_a_row():
+def test_each_prompt_repeats_n_times_consecutively():
     rows = [
         {"prompt": [{"role": "user", "content": "a"}], "env_class": None, "env_extras": {"x": 1}, "uid": "0"},
         {"prompt": [{"role": "user", "content": "b"}], "env_class": "multiply", "env_extras": {}, "uid": "1"},
@@ -196,7 +196,7 @@ def test_a_prompt_stands_n_times_in_a_row():
     assert batch["batch_metadata"].global_step == 7
 
 
-def test_an_error_about_a_failed_batch_has_the_commonest_cause():
+def test_failed_batch_error_names_most_common_cause():
     def failed_by(*failures: Failure | None) -> list[Trajectory]:
         return [Trajectory(TrajectoryID("p", n), [], failure=failure) for n, failure in enumerate(failures)]
 
@@ -209,7 +209,7 @@ def test_an_error_about_a_failed_batch_has_the_commonest_cause():
     check_not_all_failed([], "step 4 failed")
 
 
-def test_means_of_nothing_are_absent():
+def test_means_over_empty_sets_are_absent():
     metrics = get_rollout_metrics([[1, 2], [3]], [0.0, 0.0], failures=[None, FAILED])
     assert metrics["generate/avg_tokens_zero_rewards"] == 2.0 and "generate/avg_tokens_non_zero_rewards" not in metrics
     assert "generate/avg_num_tokens" not in get_rollout_metrics([[3]], [0.0], failures=[FAILED])

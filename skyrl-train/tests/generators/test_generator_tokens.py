@@ -20,7 +20,7 @@ def table(tokenizer, output, i=0) -> list[tuple[str, int, float]]:
     return list(zip(tokens, output["loss_masks"][i], output["rewards"][i], strict=True))
 
 
-async def test_one_turn_is_the_prompt_and_the_answer(game, say, characters):
+async def test_single_turn_is_prompt_and_response(game, say, characters):
     played = await game(characters, [[say("ab")]], [{"steps": [{"reward": 1.0}]}]).play()
     output = played.output
     assert characters.decode(output["prompt_token_ids"][0]) == PROMPT
@@ -31,7 +31,7 @@ async def test_one_turn_is_the_prompt_and_the_answer(game, say, characters):
     assert output["failures"] == [None]
 
 
-async def test_turns_are_messages_and_each_reward_stands_at_its_turns_last_token(game, say, characters):
+async def test_turn_reward_is_at_last_token_of_turn(game, say, characters):
     steps = [{"reward": 0.25, "says": "no"}, {"reward": 1.0}]
     played = await game(characters, [[say("a"), say("b")]], [{"steps": steps}]).play()
     output = played.output
@@ -48,7 +48,7 @@ async def test_turns_are_messages_and_each_reward_stands_at_its_turns_last_token
 
 
 @pytest.mark.parametrize("template", ["Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B"])
-async def test_the_ids_are_those_of_the_whole_conversation_under_a_real_template(game, say, qwen, template):
+async def test_ids_equal_full_conversation_under_real_template(game, say, qwen, template):
     tokenizer = qwen(template)
     answers = ["Half of 48 is 24 — naïve? ✓", "So \\boxed{72}."]
     steps = [{"says": "  Are you sure?\n"}, {"reward": 1.0}]
@@ -69,7 +69,7 @@ async def test_the_ids_are_those_of_the_whole_conversation_under_a_real_template
     assert written(tokenizer, output) == "<|im_end|>".join(answers) + "<|im_end|>"
 
 
-async def test_a_templates_keywords_reach_the_prompt(game, say, qwen):
+async def test_template_keywords_reach_prompt(game, say, qwen):
     tokenizer = qwen("Qwen-Qwen3-0.6B")
     settings = {"chat_template_kwargs": {"enable_thinking": False}}
     played = await game(tokenizer, [[say("4")]], [{"steps": [{}]}], settings=settings).play()
@@ -82,7 +82,7 @@ async def test_a_templates_keywords_reach_the_prompt(game, say, qwen):
     [(True, [("<|im_end|>", 0, 0.0)]), (False, [])],
     ids=["closed by us, not trained", "left open"],
 )
-async def test_an_answer_that_ended_with_a_stop_string(game, say, characters, append, closing):
+async def test_response_ended_by_stop_string_is_closed(game, say, characters, append, closing):
     settings = {"append_eos_token_after_stop_str_in_multi_turn": append}
     answers = [[say("a!", eos=False), say("b!", eos=False)]]
     steps = [{"says": "x"}, {"reward": 1.0}]
@@ -93,7 +93,7 @@ async def test_an_answer_that_ended_with_a_stop_string(game, say, characters, ap
     assert rows == [("a", 1, 0.0), ("!", 1, 0.0), *closing, *given, ("b", 1, 0.0), ("!", 1, 1.0), *closing]
 
 
-async def test_an_answer_cut_short_is_closed_before_the_next_message_opens(game, say, characters):
+async def test_truncated_response_is_closed_before_next_message(game, say, characters):
     answers = [[say("ab", stop_reason="length"), say("c")]]
     played = await game(characters, answers, [{"steps": [{"says": "x"}, {}]}]).play()
     response = characters.decode(played.output["response_ids"][0])
@@ -101,14 +101,14 @@ async def test_an_answer_cut_short_is_closed_before_the_next_message_opens(game,
     assert written(characters, played.output) == "abc<|im_end|>"
 
 
-async def test_stop_strings_close_no_answer_that_ended_otherwise(game, say, characters):
+async def test_stop_strings_close_only_responses_ended_by_them(game, say, characters):
     answers = [[say("a"), say("bc", stop_reason="length")]]
     played = await game(characters, answers, [{"steps": [{"says": "x"}, {}]}], sampling={"stop": ["!"]}).play()
     response = characters.decode(played.output["response_ids"][0])
     assert response == "a<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\nbc"
 
 
-async def test_an_environment_with_nothing_to_say_gets_another_answer(game, say, characters):
+async def test_empty_observation_requests_another_response(game, say, characters):
     played = await game(characters, [[say("a"), say("b")]], [{"steps": [{"says": ""}, {}]}]).play()
     assert written(characters, played.output) == "a<|im_end|>b<|im_end|>"
 
@@ -116,7 +116,7 @@ async def test_an_environment_with_nothing_to_say_gets_another_answer(game, say,
 class TestOneGrowingMessage:
     settings = {"use_conversation_multi_turn": False}  # noqa: RUF012
 
-    async def test_observations_stand_inside_the_message(self, game, say, characters):
+    async def test_observations_are_inside_growing_message(self, game, say, characters):
         steps = [{"reward": 0.5, "says": "<42>"}, {"reward": 1.0}]
         played = await game(characters, [[say("a"), say("b")]], [{"steps": steps}], settings=self.settings).play()
         given = [(t, 0, 0.0) for t in "<42>"]
@@ -125,13 +125,13 @@ class TestOneGrowingMessage:
         ]  # fmt: skip
         assert played.output["rollout_logprobs"] == [[-1.0, 0.0, 0.0, 0.0, 0.0, -1.0, -2.0]]
 
-    async def test_a_message_that_the_model_did_not_close_is_closed_by_us(self, game, say, characters):
+    async def test_unclosed_message_is_closed_by_generator(self, game, say, characters):
         answers = [[say("a!", eos=False)]]
         extras = [{"steps": [{"reward": 1.0}]}]
         played = await game(characters, answers, extras, settings=self.settings, sampling={"stop": ["!"]}).play()
         assert table(characters, played.output) == [("a", 1, 0.0), ("!", 1, 1.0), ("<|im_end|>", 0, 0.0)]
 
-    async def test_a_message_that_was_cut_off_stays_open(self, game, say, characters):
+    async def test_truncated_message_stays_open(self, game, say, characters):
         answers = [[say("ab", stop_reason="length")]]
         played = await game(characters, answers, [{"steps": [{"reward": 1.0}]}], settings=self.settings).play()
         assert table(characters, played.output) == [("a", 1, 0.0), ("b", 1, 1.0)]
@@ -144,7 +144,7 @@ class TestRetokenized:
     def settings(name="qwen3_without_thinking"):
         return {"chat_template": ChatTemplateConfig(name_or_path=name)}
 
-    async def test_earlier_thoughts_are_gone_and_every_answer_keeps_its_reward(self, game, say, characters):
+    async def test_earlier_thoughts_are_removed_and_rewards_kept(self, game, say, characters):
         answers = [[say("<think>hm</think>\n\na"), say("<think>ah</think>b")]]
         extras = [{"steps": [{"reward": 0.5, "says": "x"}, {"reward": 1.0}]}]
         played = await game(characters, answers, extras, settings=self.settings(), sampling=self.sampling).play()
@@ -158,7 +158,7 @@ class TestRetokenized:
         assert {v for v, m in zip(output["weight_versions"][0], output["loss_masks"][0], strict=True) if m} == {7}
         assert output["rollout_logprobs"] is None
 
-    async def test_tokens_of_an_answer_have_the_version_of_its_last(self, game, say, characters):
+    async def test_response_tokens_have_version_of_last_token(self, game, say, characters):
         answers = [[say("ab", last_version=8)]]
         played = await game(
             characters, answers, [{"steps": [{}]}], settings=self.settings(), sampling=self.sampling
@@ -166,7 +166,7 @@ class TestRetokenized:
         [versions], [mask] = played.output["weight_versions"], played.output["loss_masks"]
         assert [version for version, is_written in zip(versions, mask, strict=True) if is_written] == [8, 8, 8]
 
-    async def test_all_thoughts_stay_with_the_other_template(self, game, say, characters):
+    async def test_thoughts_are_kept_with_other_template(self, game, say, characters):
         answers = [[say("<think>hm</think>a"), say("b")]]
         game_of = game(
             characters,
@@ -177,14 +177,14 @@ class TestRetokenized:
         )
         assert written(characters, (await game_of.play()).output) == "<think>hm</think>a<|im_end|>b<|im_end|>"
 
-    async def test_the_end_that_a_cut_off_answer_lacks_is_not_trained(self, game, say, characters):
+    async def test_added_end_token_of_truncated_response_is_masked(self, game, say, characters):
         answers = [[say("ab", stop_reason="length")]]
         extras = [{"steps": [{"reward": 1.0}]}]
         played = await game(characters, answers, extras, settings=self.settings(), sampling=self.sampling).play()
         rows = [row for row in table(characters, played.output) if row[1] or row[2]]
         assert rows == [("a", 1, 0.0), ("b", 1, 1.0)]
 
-    async def test_a_template_that_rewrites_the_prompt_is_a_failure(self, game, say, characters, tmp_path):
+    async def test_template_rewriting_prompt_is_failure(self, game, say, characters, tmp_path):
         path = tmp_path / "counts.jinja"
         path.write_text(
             "{{ messages | length }}{% for m in messages %}"
@@ -201,7 +201,7 @@ class TestRetokenized:
         with pytest.raises(ConfigError, match=r"generator\.sampling_params\.logprobs=0 must be null"):
             await game(characters, [[say("a")]], [{"steps": [{}]}], settings=self.settings()).play()
 
-    async def test_a_template_without_generation_blocks_is_refused(self, game, say, characters, tmp_path):
+    async def test_template_without_generation_blocks_is_refused(self, game, say, characters, tmp_path):
         path = tmp_path / "plain.jinja"
         path.write_text(characters.chat_template)
         settings = {"chat_template": ChatTemplateConfig(source="file", name_or_path=str(path))}
@@ -210,7 +210,7 @@ class TestRetokenized:
 
 
 class TestLength:
-    async def test_a_prompt_over_the_limit_is_an_empty_masked_trajectory(self, game, say, characters, environments):
+    async def test_prompt_over_limit_is_empty_masked_trajectory(self, game, say, characters, environments):
         extras = [{"steps": [{}], "name": "long"}]
         played = await game(characters, [[say("a")]], extras, settings={"max_input_length": 10}).play()
         output = played.output
@@ -222,21 +222,21 @@ class TestLength:
         assert played.engine.requests == []
         assert environments.closed == ["long"]
 
-    async def test_no_room_for_another_answer_ends_the_trajectory_after_the_last_one(self, game, say, characters):
+    async def test_trajectory_ends_when_context_has_no_space_for_response(self, game, say, characters):
         limit = len(characters.tokenize(PROMPT))
         steps = [{"reward": 0.5, "says": "x"}]
         played = await game(characters, [[say("a")]], [{"steps": steps}], settings={"max_input_length": limit}).play()
         assert table(characters, played.output) == [("a", 1, 0.0), ("<|im_end|>", 1, 0.5)]
         assert played.output["stop_reasons"] == ["length"]
 
-    async def test_an_answer_may_be_as_long_as_the_context_allows(self, game, say, characters):
+    async def test_response_may_fill_context(self, game, say, characters):
         prompt_tokens = len(characters.tokenize(PROMPT))
         settings = {"engine_init_kwargs": {"max_model_len": prompt_tokens + 3}}
         played = await game(characters, [[say("a")]], [{"steps": [{"says": "x"}]}], settings=settings).play()
         assert [r.sampling_params["max_tokens"] for r in played.engine.requests] == [3]
         assert played.output["stop_reasons"] == ["length"]
 
-    async def test_an_answer_without_a_token_gives_its_reward_to_the_token_before(self, game, say, characters):
+    async def test_reward_of_empty_response_is_at_previous_token(self, game, say, characters):
         answers = [[say("a"), say("", stop_reason="length")]]
         steps = [{"says": "x"}, {"reward": 1.0}]
         played = await game(characters, answers, [{"steps": steps}]).play()
@@ -246,7 +246,7 @@ class TestLength:
 
 
 class TestPostprocessedAction:
-    async def test_a_beginning_of_the_answer_keeps_the_models_tokens(self, game, say, characters):
+    async def test_response_prefix_keeps_sampled_tokens(self, game, say, characters):
         steps = [{"says": "x", "action": "ab", "reward": 0.5}, {}]
         played = await game(characters, [[say("abc"), say("d")]], [{"steps": steps}]).play()
         output = played.output
@@ -254,20 +254,20 @@ class TestPostprocessedAction:
         assert output["rollout_logprobs"][0][:3] == [-1.0, -2.0, 0.0]
         assert table(characters, output)[:3] == [("a", 1, 0.0), ("b", 1, 0.5), ("<|im_end|>", 0, 0.0)]
 
-    async def test_another_text_is_not_trained(self, game, say, characters):
+    async def test_rewritten_response_text_is_masked(self, game, say, characters):
         played = await game(characters, [[say("abc")]], [{"steps": [{"action": "XY", "reward": 1.0}]}]).play()
         assert table(characters, played.output) == [("X", 0, 0.0), ("Y", 0, 1.0)]
         assert played.output["weight_versions"] == [[-1, -1]]
 
 
-async def test_rewards_of_trajectories_that_did_not_stop_can_be_zeroed(game, say, characters):
+async def test_rewards_of_unfinished_trajectories_can_be_zeroed(game, say, characters):
     answers = [[say("a")], [say("b", stop_reason="length")]]
     extras = [{"steps": [{"reward": 1.0}]}, {"steps": [{"reward": 1.0}]}]
     played = await game(characters, answers, extras, settings={"zero_reward_on_non_stop": True}).play()
     assert played.output["rewards"] == [[0.0, 1.0], [0.0]]
 
 
-async def test_overlong_filtering_goes_by_the_stop_reason(game, say, characters):
+async def test_overlong_filtering_uses_stop_reason(game, say, characters):
     # ended by its environment without the end-of-sequence token: trains; cut off: does not
     answers = [[say("a", eos=False)], [say("bc", stop_reason="length")]]
     extras = [{"steps": [{}]}, {"steps": [{}]}]
@@ -275,7 +275,7 @@ async def test_overlong_filtering_goes_by_the_stop_reason(game, say, characters)
     assert played.output["loss_masks"] == [[1], [0, 0]]
 
 
-async def test_overlong_filtering_by_the_end_token_leaves_out_every_answer_without_it(game, say, characters):
+async def test_overlong_filtering_masks_responses_without_end_token(game, say, characters):
     # in this order: ended by itself; ended by another stop token; cut off
     answers = [[say("a")], [say("b", eos=False)], [say("c", eos=False, stop_reason="length")]]
     settings = {"apply_overlong_filtering": True, "overlong_filtering_by": "end_token"}
@@ -283,6 +283,6 @@ async def test_overlong_filtering_by_the_end_token_leaves_out_every_answer_witho
     assert [sum(mask) > 0 for mask in played.output["loss_masks"]] == [True, False, False]
 
 
-async def test_log_probs_come_exactly_if_the_request_asks_for_them(game, say, characters):
+async def test_log_probs_are_returned_only_when_requested(game, say, characters):
     played = await game(characters, [[say("a")]], [{"steps": [{}]}], sampling={"logprobs": None}).play()
     assert played.output["rollout_logprobs"] is None

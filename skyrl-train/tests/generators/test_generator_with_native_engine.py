@@ -38,7 +38,7 @@ async def generate(stories: str) -> tuple[Any, Any]:
         await engine.teardown()
 
 
-async def test_two_turns_of_a_real_model(stories):
+async def test_real_model_generates_two_turns(stories):
     output, tokenizer = await generate(stories)
     assert output["failures"] == [None] * 3
     assert output["rollout_metrics"]["environment/turns"] == 2.0
@@ -54,7 +54,7 @@ async def test_two_turns_of_a_real_model(stories):
     assert again["response_ids"] == output["response_ids"]
 
 
-async def test_the_log_probs_are_those_of_the_model_on_the_tokens_as_they_stand(stories):
+async def test_log_probs_match_model_on_trajectory_tokens(stories):
     """One forward pass over prompt + response gives each written token the log-prob that the engine reported: so the
     trajectory is, token for token, what the model read and wrote."""
     output, _ = await generate(stories)

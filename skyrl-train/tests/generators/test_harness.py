@@ -97,7 +97,7 @@ def certified(trajectory: Trajectory) -> Any:
 
 
 @needs_sandbox
-async def test_programs_in_a_sandbox_become_trajectories_and_each_failure_has_a_name(characters: Any):
+async def test_sandboxed_programs_become_trajectories_with_named_failures(characters: Any):
     """Shell scripts with curl: one that works, and those that a user may bring in the first hour."""
     scripts = {
         "works": ASK + 'ask "[{\\"role\\": \\"user\\", \\"content\\": \\"$SKYRL_TASK\\"}]" > answer.json\n'
@@ -144,7 +144,7 @@ async def test_programs_in_a_sandbox_become_trajectories_and_each_failure_has_a_
 
 @needs_sandbox
 @pytest.mark.parametrize("names", ["aa", "ab"])
-async def test_crashes_of_one_prompt_are_graded_and_those_of_all_fail(names: str, characters: Any):
+async def test_crash_is_graded_within_prompt_and_fails_when_all_crash(names: str, characters: Any):
     grade = {"command": ["false"]}
     rows = [{"uid": name, "files": {"agent.sh": ONCE + "exit 3"}, "grade": grade} for name in names]
     harness = HarnessConfig(command=["sh", "agent.sh"])
@@ -169,7 +169,7 @@ except OSError:
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", get_args(EngineName))
-async def test_a_program_in_a_container_reaches_the_endpoint_alone(engine: EngineName, characters: Any):
+async def test_program_in_container_reaches_only_endpoint(engine: EngineName, characters: Any):
     image = needed_image(engine)
     grade = {"command": ["sh", "-c", "read answer user <result && test $answer = fixed && test $user -ge 30000"]}
     rows = [{"files": {"agent.py": AGENT.replace("sys.argv[1]", status)}, "grade": grade} for status in ("0", "3")]
@@ -185,12 +185,12 @@ FILES = {"f.py": "def f(a):\n    return a+2\n"}
 
 
 @needs_sandbox
-def test_grade_by_tests_pays_no_cheat():
+def test_grade_by_tests_gives_no_reward_for_tampering():
     assert audit_grade({"files": FILES, "grade": {"program": "f.py", "tests": ["assert f(20) == 27"]}}) == []
 
 
 @needs_sandbox
-def test_audit_detects_grade_that_imports_program():
+def test_audit_detects_grade_importing_program():
     grade = {"command": ["python", "check.py"], "files": {"check.py": "import f\nassert f.f(20) == 27\n"}}
     assert {"leaves at once", "equals everything", "reads the test"} <= set(
         audit_grade({"files": FILES, "grade": grade})
@@ -212,7 +212,7 @@ def test_agent_cannot_veto_grade_of_command(inputs: dict[str, Any]):
 
 
 @needs_sandbox
-async def test_a_task_beyond_the_systems_limit_is_in_a_file(characters: Any):
+async def test_task_over_argument_limit_is_passed_by_file(characters: Any):
     """The variable is left out, and a command line with it is refused, before anything starts or when it would."""
     long = "x" * (128 << 10)
     script = ONCE + 'test "${SKYRL_TASK-none}" = none && test "$1" = "$SKYRL_TASK_FILE" && wc -c < "$1" > size\n'
@@ -279,7 +279,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", list(FUNCTIONS))
-async def test_a_function_that_rewrites_its_history_gives_a_tree(name: str, characters: Any):
+async def test_function_rewriting_history_produces_tree(name: str, characters: Any):
     function, _, _ = FUNCTIONS[name]
     harness = HarnessConfig(function=f"{__name__}:{function.__name__}", sandbox="process")
     numbers = iter(range(100, 200))
@@ -329,7 +329,7 @@ def with_biases(task: HarnessTask) -> float:
 
 
 @pytest.mark.parametrize("sampling", ["trainer", "harness"])
-async def test_answers_are_drawn_as_training_needs_it_or_as_a_harness_asks(sampling: Any, characters: Any):
+async def test_sampling_follows_training_or_harness_parameters(sampling: Any, characters: Any):
     model = Model(characters, lambda _: "yes")
     harness = HarnessConfig(function=f"{__name__}:with_biases", sandbox="process", sampling=sampling)
     [trajectory], _ = await trajectories_of(model, harness, [{}])
@@ -348,7 +348,7 @@ async def asynchronous(task: HarnessTask) -> float:
     return float(len(ask(task, ("user", task.text))))
 
 
-async def test_sessions_of_a_batch_are_announced_with_those_of_one_prompt_together(characters: Any):
+async def test_batch_sessions_are_announced_grouped_by_prompt(characters: Any):
     model = Model(characters, lambda _: f"after {len(model.announced_groups)}")
     harness = HarnessConfig(function=f"{__name__}:asynchronous", sandbox="process")
     rows = [{"prompt": [{"role": "user", "content": f"say {number}"}], "uid": number // 2} for number in range(4)]
@@ -360,7 +360,7 @@ async def test_sessions_of_a_batch_are_announced_with_those_of_one_prompt_togeth
 
 
 @pytest.mark.parametrize("value", [1, True, np.float32(1), np.int64(1), np.bool_(True)])
-def test_numbers_of_numpy_are_rewards(value: Any):
+def test_numpy_numbers_are_valid_rewards(value: Any):
     reward = checked_reward(value, "a grader")
     assert (reward, type(reward)) == (1.0, float)
 
@@ -369,7 +369,7 @@ def bad_grader(task: HarnessTask, output: Any) -> float:
     raise RuntimeError(f"cannot grade {output}")
 
 
-async def test_functions_that_fail_are_named_and_those_that_return_a_number_are_rewarded(characters: Any):
+async def test_failing_functions_are_named_and_returned_numbers_are_rewards(characters: Any):
     def harness(function: str, **settings: Any) -> HarnessConfig:
         return HarnessConfig(function=f"{__name__}:{function}", sandbox="process", deadline_seconds=3, **settings)
 
@@ -389,7 +389,7 @@ async def test_functions_that_fail_are_named_and_those_that_return_a_number_are_
     assert "cannot grade 3.0" in trajectory.failure.message
 
 
-async def test_budgets_of_tokens_and_a_full_context_end_a_trajectory_without_a_failure(characters: Any):
+async def test_token_budget_and_full_context_end_trajectory_without_failure(characters: Any):
     """The function goes on for as long as it is answered; then the SDK raises."""
     harness = HarnessConfig(function=f"{__name__}:endless", sandbox="process", max_tokens=25)
     model = Model(characters, lambda _: "0123456789")
@@ -423,7 +423,7 @@ def by_output(task: HarnessTask, output: Any) -> float:
         ({"command": ["sh"]}, "row 0 of data.train_data has no column `grade`"),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_starts(settings: Any, message: str, characters: Any):
+def test_invalid_harness_settings_are_refused_before_start(settings: Any, message: str, characters: Any):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         generator = HarnessGenerator(
             GeneratorConfig(model_name="m", harness=HarnessConfig(**settings)), None, characters
@@ -460,7 +460,7 @@ def test_what_cannot_work_is_said_before_anything_starts(settings: Any, message:
         ({"prompt": [{"role": "user", "content": 5}]}, r"prompt\[0\].content must be text or a list of parts; got 5"),
     ],
 )
-async def test_columns_of_another_form_are_refused_or_fail_their_row(row: Any, message: str, characters: Any):
+async def test_invalid_columns_are_refused_or_fail_row(row: Any, message: str, characters: Any):
     harness = HarnessConfig(function=f"{__name__}:asynchronous", sandbox="process")
     [trajectory, works], _ = await trajectories_of(Model(characters, lambda _: "yes"), harness, [row, {}])
     assert trajectory.failure is not None and re.search(message, trajectory.failure.message)
@@ -470,7 +470,7 @@ async def test_columns_of_another_form_are_refused_or_fail_their_row(row: Any, m
         generator.check_rows([{}, row], "data.train_data")
 
 
-def test_folders_of_killed_endpoints_are_removed_and_those_in_use_stay(tmp_path, monkeypatch):
+def test_folders_of_killed_endpoints_are_removed_and_used_folders_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left, foreign = tmp_path / "skyrl-endpoint-left", tmp_path / "skyrl-endpoint-without-lock"
     for folder in (left, foreign):
@@ -484,7 +484,7 @@ def test_folders_of_killed_endpoints_are_removed_and_those_in_use_stay(tmp_path,
     assert list(tmp_path.iterdir()) == [foreign]
 
 
-def test_texts_of_a_task_can_be_read_by_another_user_whatever_the_umask(tmp_path):
+def test_task_files_are_readable_by_other_user_for_any_umask(tmp_path):
     texts: Any = {"base_url": "", "api_key": "", "model": "", "sandbox": None, "deadline_seconds": 1.0}
     task = HarnessTask(prompt=[{"role": "user", "content": "fix it"}], row={}, **texts)
     before = os.umask(0o077)
@@ -518,7 +518,7 @@ class Stuck:
         raise InfraError("podman rm did not end within 60 s")
 
 
-async def test_a_full_disk_and_a_sandbox_that_cannot_be_closed_fail_their_trajectory_alone(
+async def test_full_disk_and_unclosable_sandbox_fail_only_own_trajectory(
     characters: Any, monkeypatch: pytest.MonkeyPatch
 ):
     model = Model(characters, lambda _: "ok")

@@ -27,7 +27,7 @@ END, FINAL_CALL = "Done.", CALL.format("final_answer", "answer", "Done.")
         ("smolagents_program", ["smolagents"], FINAL_CALL, {"edited": 2}),  # it writes its calls as texts of its own
     ],
 )
-async def test_a_program_that_calls_a_tool_becomes_exact_rows(
+async def test_program_with_tool_calls_becomes_token_exact_rows(
     program: str, packages: list[str], end: str, new_rows: dict[str, int], qwen: Any
 ):
     for package in packages:

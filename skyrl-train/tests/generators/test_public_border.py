@@ -47,7 +47,7 @@ def request() -> GeneratorInput:
     return GeneratorInput(prompts=[[]] * 3, env_classes=[""] * 3, trajectory_ids=PROMPTS)
 
 
-async def test_columns_of_a_users_generator_become_groups_of_the_prompts_asked_for():
+async def test_custom_generator_columns_become_groups_of_requested_prompts():
     batch = await request_rollouts(Columns(), request())
     assert [(group.uid, len(group.trajectories)) for group in batch.groups] == [("a", 2), ("b", 1)]
     assert [trajectory.id for trajectory in batch.trajectories] == PROMPTS
@@ -57,7 +57,7 @@ async def test_columns_of_a_users_generator_become_groups_of_the_prompts_asked_f
 
 
 @pytest.mark.parametrize("is_last_step", [None, [False, True, True]], ids=["whole", "turns"])
-def test_columns_come_back_as_they_went_in(is_last_step):
+def test_columns_round_trip(is_last_step):
     ids = PROMPTS if is_last_step is None else [PROMPTS[0], PROMPTS[0], PROMPTS[2]]
     output = columns(
         rewards=[[0.0, 0.5], [1.0], [0.0, 0.0]],
@@ -93,7 +93,7 @@ class InheritsGroups(OverridesGroups):
 
 
 @pytest.mark.parametrize("kind", [OverridesColumns, OverridesGroups, InheritsGroups])
-async def test_an_override_of_either_method_is_what_the_trainer_and_users_get(game, say, characters, kind):
+async def test_override_of_either_method_is_used_by_trainer_and_users(game, say, characters, kind):
     extras = [{"steps": [{"reward": 1.0}]}]
     played = await game(characters, [[say("a")] * 3], extras, generator_class=kind).play()
     assert [sum(reward) if isinstance(reward, list) else reward for reward in played.output["rewards"]] == [0.0]

@@ -6,7 +6,7 @@ from skyrl_train.generators.base import GeneratorInput, report_groups
 from skyrl_train.rollouts.types import Trajectory, TrajectoryID
 
 
-def test_a_prompt_is_reported_once_all_of_its_samples_succeeded():
+def test_group_is_reported_when_all_samples_succeeded():
     ids = [TrajectoryID(uid, number) for uid in "abc" for number in range(2)]
     generator_input = GeneratorInput(prompts=[[]] * 6, env_classes=[""] * 6, trajectory_ids=ids)
     reported: list[list[TrajectoryID]] = []

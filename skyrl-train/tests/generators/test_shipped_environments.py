@@ -20,7 +20,7 @@ SEED = 5
 
 @pytest.mark.slow
 @pytest.mark.parametrize("env_id", SHIPPED)
-async def test_the_generator_pays_the_oracle_what_a_plain_loop_pays(env_id, scripted_engine, say, characters):
+async def test_oracle_reward_equals_plain_loop_reward(env_id, scripted_engine, say, characters):
     env_class = env_class_of(skyrl_gym.spec(env_id))
     examples = env_class.examples()[:NUM_EXAMPLES]
     assert examples

@@ -55,7 +55,7 @@ def columns(output: GeneratorOutput, *names: str) -> dict[str, Any]:
     return {name: output.get(name) for name in names or (*TOKEN_COLUMNS, "stop_reasons", "failures")}
 
 
-async def test_every_turn_is_a_sample_whose_prompt_is_what_the_engine_was_given(game, say, characters):
+async def test_each_turn_is_sample_with_engine_prompt(game, say, characters):
     extras = [{"steps": [{"reward": 0.25, "says": "no"}, {"reward": 1.0}]}, {"steps": [{"reward": 0.5}]}]
     played = await game(characters, [[say("a"), say("b")], [say("c")]], extras, settings=STEP_WISE).play()
     output = played.output
@@ -137,7 +137,7 @@ def _conversations(say) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("vocabulary", ["characters", "Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B"])
 @pytest.mark.parametrize("name", _conversations(lambda *_, **__: None))
-async def test_joined_turns_are_the_conversation_as_it_is_without_them(game, say, characters, qwen, vocabulary, name):
+async def test_joined_turns_equal_full_conversation(game, say, characters, qwen, vocabulary, name):
     tokenizer = characters if vocabulary == "characters" else qwen(vocabulary)
     script = _conversations(say)[name]
     is_real = "extras" in script
@@ -177,7 +177,7 @@ def renamed(output: Any) -> GeneratorOutput:
     return GeneratorOutput(**{**output, "trajectory_ids": ids})
 
 
-async def test_all_turns_of_a_failed_trajectory_are_masked_and_say_so(game, say, characters):
+async def test_all_turns_of_failed_trajectory_are_masked_with_failure(game, say, characters):
     extras = [{"steps": [{"reward": 0.5, "says": "x"}]}, {"steps": [{"reward": 1.0}]}]
     played = await game(characters, [[say("a"), say("b")], [say("c")]], extras, settings=STEP_WISE).play()
     output = played.output
@@ -193,7 +193,7 @@ async def test_all_turns_of_a_failed_trajectory_are_masked_and_say_so(game, say,
     assert output["rollout_metrics"]["generate/num_failed/environment"] == 1.0
 
 
-async def test_a_trajectory_that_never_began_is_one_masked_row(game, say, characters):
+async def test_unstarted_trajectory_is_single_masked_row(game, say, characters):
     extras = [{"steps": [], "raises": {"init": RuntimeError("boom")}}]
     played = await game(characters, [[say("a")]], extras, settings=STEP_WISE).play()
     assert texts(characters, played.output["prompt_token_ids"]) == [
@@ -202,7 +202,7 @@ async def test_a_trajectory_that_never_began_is_one_masked_row(game, say, charac
     assert (played.output["loss_masks"], played.output["is_last_step"]) == ([[0]], [True])
 
 
-async def test_a_retried_trajectory_has_the_turns_of_its_last_attempt(game, say, characters, monkeypatch):
+async def test_retried_trajectory_has_turns_of_last_attempt(game, say, characters, monkeypatch):
     monkeypatch.setattr(skyrl_gym_generator, "RETRY_DELAY_SECONDS", 0.0)
     answers = [[say("a"), ConnectionError("gone"), say("c"), say("d")]]
     extras = [{"steps": [{"says": "x"}, {"reward": 1.0}]}]
@@ -211,14 +211,14 @@ async def test_a_retried_trajectory_has_the_turns_of_its_last_attempt(game, say,
     assert played.output["failures"] == [None, None]
 
 
-async def test_an_answer_without_a_token_is_a_row_that_trains_nothing(game, say, characters):
+async def test_empty_response_is_masked_row(game, say, characters):
     answers = [[say("a"), say("", stop_reason="length")]]
     extras = [{"steps": [{"says": "x"}, {"reward": 1.0}]}]
     output = (await game(characters, answers, extras, settings=STEP_WISE).play()).output
     assert (output["loss_masks"], output["rewards"]) == ([[1, 1], [0]], [[0.0, 0.0], [1.0]])
 
 
-async def test_one_growing_message_has_no_turns_to_stand_by_themselves(game, say, characters):
+async def test_step_wise_is_refused_for_single_growing_message(game, say, characters):
     settings = STEP_WISE | {"use_conversation_multi_turn": False}
     with pytest.raises(ConfigError, match=r"step_wise_trajectories=true needs .*use_conversation_multi_turn=true"):
         await game(characters, [[say("a")]], [{"steps": [{}]}], settings=settings).play()
@@ -234,7 +234,7 @@ class TestRewrittenHistory:
         answers, extras = [[say(text) for text in self.answers]], [{"steps": list(self.steps)}]
         return await game(tokenizer, answers, extras, settings=settings).play()
 
-    async def test_a_template_that_drops_earlier_thoughts(self, game, say, characters):
+    async def test_template_dropping_thoughts_works_step_wise(self, game, say, characters):
         """The template keeps the reasoning of the last answer, so the history changes in the third turn for the first
         time.
         """
@@ -262,7 +262,7 @@ class TestRewrittenHistory:
         assert merged["is_last_step"] == [False, True]
         assert merged["rollout_metrics"] == output["rollout_metrics"]
 
-    async def test_the_template_need_not_mark_answers(self, game, say, characters, tmp_path):
+    async def test_step_wise_works_without_generation_blocks(self, game, say, characters, tmp_path):
         path = tmp_path / "plain.jinja"
         path.write_text(characters.chat_template)
         template = ChatTemplateConfig(source="file", name_or_path=str(path))
@@ -271,7 +271,7 @@ class TestRewrittenHistory:
         # rendered anew but to the same text: what the model read is what it wrote, so the turns are joined
         assert columns(merged.output) == columns(normal.output)
 
-    async def test_an_environment_may_take_a_message_back(self, game, say, characters):
+    async def test_environment_may_remove_message(self, game, say, characters):
         with register_environments(forgetful=Forgetful):
             answers = [[say("a"), say("b")]]
             played = await game(characters, answers, [{}], env_class="forgetful", settings=STEP_WISE).play()
@@ -288,7 +288,7 @@ class TestRewrittenHistory:
 
 
 @pytest.mark.slow  # starts a REPL
-async def test_the_recursive_language_models_ephemeral_prompt_works_with_turns(game, say, characters):
+async def test_ephemeral_prompt_of_recursive_environment_works_step_wise(game, say, characters):
     (example, *_) = RLMEnv.examples()
     answers = [[say("```repl\nprint(1)\n```"), *map(say, example.oracle)]]
     gym = {"env_configs": {"rlm": dict(example.env_config) | {"ephemeral_turn_prompt": True}}}
@@ -338,7 +338,7 @@ def steps_output(**changes) -> GeneratorOutput:
     return GeneratorOutput(**(made | changes))
 
 
-def test_turns_are_joined_as_long_as_each_begins_with_the_one_before():
+def test_turns_are_joined_while_each_extends_previous():
     merged: Any = merged_turns(steps_output())
     assert columns(merged, *TOKEN_COLUMNS) == {
         "prompt_token_ids": [[1, 2], [1, 2, 5], [4]],
@@ -354,24 +354,24 @@ def test_turns_are_joined_as_long_as_each_begins_with_the_one_before():
     assert [len(each.samples) for each in groups_of(merged).trajectories] == [2, 1]
 
 
-def test_the_reward_of_a_turn_given_as_one_number_stands_on_its_last_token():
+def test_scalar_turn_reward_is_at_last_token():
     merged = merged_turns(steps_output(rewards=[0.5, 1.0, 2.0, 4.0]))
     assert merged["rewards"] == [[0.5, 0.0, 0.0, 0.0, 1.0], [2.0], [0.0, 4.0]]
 
 
-def test_joining_leaves_what_it_was_given_as_it_was():
+def test_joining_does_not_modify_input():
     output = steps_output()
     merged_turns(output)
     assert output == steps_output()
 
 
-def test_a_trajectory_of_one_sample_is_left_alone():
+def test_single_sample_trajectory_is_unchanged():
     for trajectory in groups_of(steps_output(is_last_step=None), 4).trajectories:
         assert merge_appending_turns(trajectory) is trajectory
         assert whole_sample(trajectory) is trajectory.samples[0]
 
 
-def test_scores_are_of_trajectories():
+def test_scores_are_per_trajectory():
     # 0.5 + 1 + 2 = 3.5 and 4, of one prompt
     scores = get_metrics_from_generator_output(steps_output(), ["a"] * 4)
     assert scores == {"avg_score": 3.75, "pass_at_n": 1.0, "mean_positive_reward": 3.75}
@@ -381,7 +381,7 @@ def test_scores_are_of_trajectories():
     assert scores == {"avg_score": -0.25, "pass_at_n": 0.0, "mean_positive_reward": 0.0}
 
 
-def test_the_trajectories_file_shows_the_turns(characters):
+def test_trajectories_file_has_turns(characters):
     rows = trajectory_rows(groups_of(steps_output()).groups, characters)
     assert [(row["sample"], row["step"], row["is_last_step"], row["reward"]) for row in rows] == [
         (0, 0, False, 0.5),
@@ -407,7 +407,7 @@ def test_the_trajectories_file_shows_the_turns(characters):
         ),
     ],
 )
-def test_rows_that_do_not_stand_together_are_refused(changes, message):
+def test_non_consecutive_rows_are_refused(changes, message):
     num_prompts = 3 if "differ" in message else 2
     with pytest.raises(ValueError, match=message):
         groups_of(steps_output(**changes), num_prompts)

@@ -83,7 +83,7 @@ DRAWN = {
 
 
 @pytest.mark.parametrize(("turns", "lengths", "tree", "reasons"), DRAWN.values(), ids=list(DRAWN))
-def test_the_tree_is_the_one_drawn_by_hand(turns: Any, lengths: list[int], tree: list[Branch], reasons: dict[str, int]):
+def test_tree_matches_expected_structure(turns: Any, lengths: list[int], tree: list[Branch], reasons: dict[str, int]):
     trajectory = recorded_trajectory(SessionRecord(turns=turns(), num_admitted=9, num_answered=9), 2.0, ID)
     certificate = trajectory.certificate
     assert certificate is not None
@@ -102,14 +102,14 @@ def test_the_tree_is_the_one_drawn_by_hand(turns: Any, lengths: list[int], tree:
     assert [sample.reward for sample in trajectory.samples] == [0.0] * (len(lengths) - 1) + [2.0]
 
 
-def test_a_trajectory_ends_as_its_last_answer_did_whichever_row_that_is():
+def test_trajectory_stop_reason_is_from_last_response():
     main, sub_agent, last = with_sub_agents()[0], with_sub_agents()[1], with_sub_agents()[3]
     trajectory = recorded_trajectory(SessionRecord(turns=[main, replace(sub_agent, stop_reason="length"), last]), 1, ID)
     assert [len(sample.response_ids) for sample in trajectory.samples] == [5, 1], "the sub-agent's row is the last"
     assert trajectory.stop_reason == "stop"
 
 
-def test_reward_is_kept_where_the_last_answer_is_empty():
+def test_reward_is_kept_when_last_response_is_empty():
     first = with_sub_agents()[0]
     seen = [*first.prompt_ids, *first.response_ids, 50]
     empty = replace(
@@ -150,7 +150,7 @@ def separate(turns: Sequence[RecordedTurn]) -> list[TrainingSample]:
 
 
 @pytest.mark.parametrize("turns", [compacting, with_sub_agents])
-def test_gradients_of_branches_are_those_of_each_answer_behind_its_own_prompt(turns: Any):
+def test_branch_gradients_equal_separate_prompt_response_gradients(turns: Any):
     trajectory = recorded_trajectory(SessionRecord(turns=turns()), 1.0, ID)
     own, num_computed = gradients(trajectory.samples, share=True)
     expected, num_separate = gradients(separate(turns()), share=False)
@@ -175,13 +175,13 @@ FAULTS: dict[str, tuple[Any, float]] = {
 
 
 @pytest.mark.parametrize(("fault", "share"), FAULTS.values(), ids=list(FAULTS))
-def test_a_certificate_finds_what_is_not_as_it_was_drawn(fault: Any, share: float):
+def test_certificate_detects_altered_tokens(fault: Any, share: float):
     rows = fault(recorded_trajectory(SessionRecord(turns=compacting()), 1.0, ID).samples)
     assert certify(rows, compacting()).exact_share == pytest.approx(share)
 
 
 @pytest.mark.parametrize("fault", [FAULTS[name][0] for name in list(FAULTS)[:4]])
-def test_gradients_find_the_same_faults(fault: Any):
+def test_gradients_detect_same_faults(fault: Any):
     rows = fault(recorded_trajectory(SessionRecord(turns=compacting()), 1.0, ID).samples)
     assert difference(gradients(rows, share=True)[0], gradients(separate(compacting()), share=False)[0]) > 1e-3
 
@@ -189,14 +189,14 @@ def test_gradients_find_the_same_faults(fault: Any):
 @pytest.mark.parametrize(
     ("messages", "reason"), [(said("a"), "rendered"), (said("A, edited"), "edited"), (said(), "new_context")]
 )
-def test_a_certificate_says_why_a_row_began(messages: Any, reason: str):
+def test_certificate_reports_reason_for_row_start(messages: Any, reason: str):
     """The second prompt does not go on with the tokens of the first answer."""
     turns = [turn([*SYSTEM, 40], [50], 0, said(), "a"), turn([*SYSTEM, 40, 39], [51], 1, messages)]
     certificate = recorded_trajectory(SessionRecord(turns=turns), 1.0, ID).certificate
     assert certificate is not None and certificate.new_rows == {reason: 1}
 
 
-def test_tokens_that_do_not_train_have_a_reason():
+def test_masked_tokens_have_reason():
     """A repeated request, an answer of another temperature and one that was never complete."""
     lost, again = turn([1], [50, 51], 0), replace(turn([1], [52], 5), request=repr(([1], 0)))
     cold = replace(turn([1, 52, 2], [53, 54, 55], 6), temperature=0.0)
@@ -213,7 +213,7 @@ def test_tokens_that_do_not_train_have_a_reason():
     assert (failed.certificate.num_trained, failed.reward, failed.stop_reason) == (0, 0.0, "error")
 
 
-def test_each_row_of_the_trajectories_file_has_the_certificate():
+def test_trajectories_file_rows_have_certificate():
     trajectory = recorded_trajectory(SessionRecord(turns=compacting()), 1.0, ID)
     rows = trajectory_rows(grouped([trajectory]), build_character_tokenizer())
     expected = trajectory.certificate

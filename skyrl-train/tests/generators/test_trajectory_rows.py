@@ -35,7 +35,7 @@ def groups(answered: TrainingSample | None = None) -> list[TrajectoryGroup]:
     return [TrajectoryGroup("a", trajectories)]
 
 
-def test_a_row_says_what_was_asked_answered_and_earned(symbols):
+def test_row_has_prompt_response_and_reward(symbols):
     row, _ = trajectory_rows(groups(), symbols)
     assert row == {
         "uid": "a",
@@ -58,13 +58,13 @@ def test_a_row_says_what_was_asked_answered_and_earned(symbols):
     }
 
 
-def test_a_failed_trajectory_is_a_row_too(symbols):
+def test_failed_trajectory_is_written_as_row(symbols):
     _, row = trajectory_rows(groups(), symbols)
     assert (row["sample"], row["response"], row["reward"], row["tokens"]["text"]) == (1, "", 0, [])
     assert row["failure"] == {"kind": "tool", "message": "timed out"}
 
 
-def test_turns_of_a_trajectory_are_rows_with_their_step(symbols):
+def test_trajectory_turns_are_rows_with_step(symbols):
     turns = [TrainingSample([1], [3], [1], [reward]) for reward in (0.5, 2.0)]
     [group] = [TrajectoryGroup("b#2", [Trajectory(TrajectoryID("b", 4), turns, "stop", is_step_wise=True)])]
     rows = trajectory_rows([group], symbols)
@@ -86,19 +86,19 @@ def token_texts(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]
     return row["tokens"]["text"]
 
 
-def test_a_character_of_several_tokens_stands_on_the_last():
+def test_multi_token_character_is_attributed_to_last_token():
     # The four bytes of 🦊 and an a, as byte-level vocabularies write them, and a byte that is no character.
     bytes_ = tokenizer_of(["<unk>", "ð", "Ł", "¦", "Ĭ", "a", "ÿ"], decoders.ByteLevel())
     assert token_texts(bytes_, [5, 1, 2, 3, 4, 5]) == ["a", "", "", "", "🦊", "a"]
     assert token_texts(bytes_, [6, 5]) == ["\ufffd", "a"]
 
 
-def test_the_space_before_a_sentencepiece_word_is_kept():
+def test_sentencepiece_leading_space_is_kept():
     words = tokenizer_of(["<unk>", "▁Once", "▁upon", "s"], decoders.Metaspace())
     assert token_texts(words, [1, 2, 3]) == [" Once", " upon", "s"]
 
 
-def test_rows_go_to_disk_and_back(symbols, tmp_path):
+def test_rows_round_trip_through_disk(symbols, tmp_path):
     rows = trajectory_rows(groups(), symbols)
     run = RunFolder(tmp_path)
     run.write_trajectories(1, "train", rows)

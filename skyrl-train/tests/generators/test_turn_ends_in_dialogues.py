@@ -58,36 +58,36 @@ def rendered(chat):
     return chat.text([QUESTION, ANSWER, MORE], add_generation_prompt=True)
 
 
-def test_conversation_has_each_end_once(chat):
+def test_conversation_has_each_turn_end_once(chat):
     whole = chat.text([QUESTION, ANSWER])
     end = whole[whole.index("four") + len("four") :].rstrip()
     assert played(conversation(chat, [end]), "four", end) == rendered(chat)
     assert played(StepWiseDialogue(chat, lambda: conversation(chat, [end]), False), "four", end) == rendered(chat)
 
 
-def test_conversation_closes_what_was_cut_short(chat):
+def test_conversation_closes_truncated_response(chat):
     assert played(conversation(chat), "four", stop_reason="length") == rendered(chat)
 
 
-def test_conversation_closes_answer_at_stop_string(chat):
+def test_conversation_closes_response_at_stop_string(chat):
     text = played(conversation(chat, ["four"]), "four")
     assert text.replace(" ", "") == rendered(chat).replace(" ", "")
 
 
 @pytest.mark.parametrize("end", ["<eos>", "<end>"])
-def test_growing_message_drops_the_end(end):
+def test_growing_message_drops_turn_end(end):
     chat = ChatFormat(tokenizer(PLAIN.replace("END", "<end>\n"), "<|start|>", "<end>"))
     assert played(SingleMessageDialogue(chat), "four", end).endswith("assistant\nfourgo on")
 
 
-def test_next_header_is_the_end_where_templates_have_no_other():
+def test_next_header_is_turn_end_when_template_has_no_end_token():
     chat = ChatFormat(tokenizer(HEADERS, "<|user|>", "<|assistant|>"))
     assert played(conversation(chat), "four", "<|user|>") == rendered(chat)
     assert played(conversation(chat), "four", "<eos>") == rendered(chat).replace("four", "four<eos>")
     assert played(conversation(chat), "four", stop_reason="length") == rendered(chat)
 
 
-def test_end_token_filter_knows_all_ends(chat):
+def test_end_token_filter_accepts_all_turn_ends(chat):
     def trains(text, stop_reason, ends):
         ids = chat.encode(text)
         sample = TrainingSample(prompt_ids=[1], response_ids=ids, loss_mask=[1] * len(ids), rewards=[0.0] * len(ids))
@@ -101,7 +101,7 @@ def test_end_token_filter_knows_all_ends(chat):
     assert not trains("four", "length", chat.tokenizer.eos_token_id)
 
 
-def test_answers_of_text_are_learnt_up_to_the_end_of_turn():
+def test_text_responses_are_trained_through_turn_end():
     made = tokenizer(PLAIN.replace("END", "<end>\n"), "<|start|>", "<end>")
     ids, mask, _ = get_response_ids_and_loss_mask_from_messages([ANSWER, MORE], made)
     assert made.decode([id for id, flag in zip(ids, mask, strict=True) if flag]) == "four<end>"

@@ -42,7 +42,7 @@ class RanksHere:
     def kill(self) -> None: ...
 
 
-def test_rows_go_to_all_stages_of_a_replica_and_answers_come_from_the_last():
+def test_rows_reach_all_stages_and_results_are_from_last_stage():
     async def answers() -> list[Any]:
         group = ActorGroup("policy", RanksHere(4), device="cpu", timeout_seconds=10)
         await group.init_model()

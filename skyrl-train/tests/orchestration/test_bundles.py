@@ -21,7 +21,7 @@ def shuffled_nodes(num_nodes: int, per_node: int, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_ranks_of_four_nodes_lie_in_blocks_of_eight(seed: int):
+def test_ranks_of_four_nodes_form_blocks_of_eight(seed: int):
     nodes = shuffled_nodes(4, 8, seed)
     assert groups_across_nodes(nodes, 8), "else nothing is shown"
     order = order_by_node(nodes)
@@ -32,13 +32,13 @@ def test_ranks_of_four_nodes_lie_in_blocks_of_eight(seed: int):
     assert order[0] == 0, "the first bundle's node comes first"
 
 
-def test_order_of_the_bundles_of_a_node_is_kept():
+def test_bundle_order_within_node_is_kept():
     assert order_by_node(["b", "a", "b", "a"]) == [0, 2, 1, 3]
     assert order_by_node(["b", "b", "a"]) == [0, 1, 2]
     assert order_by_node(["only"] * 3) == [0, 1, 2]
 
 
-def test_groups_that_must_span_nodes_are_named():
+def test_groups_spanning_nodes_are_named():
     """A node with three free GPUs and one with five: of groups of four the first spans both."""
     nodes = ["a"] * 3 + ["b"] * 5
     assert groups_across_nodes(nodes, 4) == [range(4)]
@@ -51,7 +51,7 @@ def num_groups_with_places() -> int:
 
 
 @pytest.mark.slow
-def test_ranks_get_all_places_or_none_and_give_them_back(ray_cpu: None, tmp_path: Path):
+def test_ranks_acquire_all_slots_or_none_and_release_them(ray_cpu: None, tmp_path: Path):
     before = num_groups_with_places()
     asked = int(ray.cluster_resources()["CPU"]) + 1
     with pytest.raises(WorkerError, match=rf"{asked} CPUs for the ranks of policy did not become free within 0.5 s"):
@@ -65,6 +65,6 @@ def test_ranks_get_all_places_or_none_and_give_them_back(ray_cpu: None, tmp_path
 
 
 @pytest.mark.slow
-def test_processes_of_a_cluster_started_here_have_the_drivers_priority(ray_cpu: None):
+def test_processes_of_own_cluster_have_driver_priority(ray_cpu: None):
     """Beside other programs of the machine, Ray's default (nice 15) would leave a run behind all of them."""
     assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0)

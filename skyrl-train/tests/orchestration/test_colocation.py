@@ -66,7 +66,7 @@ def test_table_has_every_state_and_event():
 
 
 @pytest.mark.parametrize("state, event, cell", cells())
-def test_each_event_leads_to_next_state_or_names_missing_events(state, event, cell):
+def test_each_event_reaches_next_state_or_names_missing_events(state, event, cell):
     if cell.startswith("="):
         assert next_state(STATES[state], event) == STATES[cell.removeprefix("= ")]
         return
@@ -83,7 +83,7 @@ def test_each_event_leads_to_next_state_or_names_missing_events(state, event, ce
 
 @pytest.mark.parametrize("engines", Engines)
 @pytest.mark.parametrize("worker", [None, "policy", "critic", "ref"])
-def test_device_state_rejects_contents_that_do_not_fit(engines, worker):
+def test_device_state_rejects_invalid_combinations(engines, worker):
     """7 of 12: workers never stand beside awake engines, and only the policy beside their weights."""
     if (engines, worker) in {(state.engines, state.worker) for state in STATES.values()}:
         assert DeviceState(engines, worker) in ALL_SHARE
@@ -100,7 +100,7 @@ def test_refusal_names_missing_events():
     )
 
 
-def test_unknown_event_is_a_value_error():
+def test_unknown_event_raises_value_error():
     with pytest.raises(ValueError, match="unknown event of this protocol: 'wake up'; there are"):
         next_state(EMPTY, "wake up")
 
@@ -120,7 +120,7 @@ def test_unknown_event_is_a_value_error():
         (REF, "offload ref", EMPTY),
     ],
 )
-def test_policy_and_reference_model_on_one_device_without_engines(state, event, following):
+def test_policy_and_reference_alternate_on_device_without_engines(state, event, following):
     assert "sleep" not in events_of(POLICY_AND_REF_SHARE)
     if following is None:
         with pytest.raises(ColocationError):
@@ -247,7 +247,7 @@ async def test_training_step_moves_in_documented_order():
     assert colocation.state == ENGINES_ONLY
 
 
-async def test_refused_moves_call_nothing():
+async def test_refused_moves_make_no_calls():
     colocation, diary = await started()
     diary.take()
     for step in (lambda: colocation.onload("ref"), colocation.after_generating):
@@ -276,7 +276,7 @@ async def test_models_with_own_devices_are_never_moved():
     assert diary.take() == ["weights travel"] * 2
 
 
-async def test_policy_and_reference_model_may_share_while_engines_do_not():
+async def test_policy_and_reference_share_device_without_engines():
     colocation, diary = await started(engines_share_device=False, policy_and_ref_share=True)
     lines = diary.take()
     assert [line for line in lines if "critic" not in line] == ["ref loads", "ref off", "policy loads"]
@@ -295,7 +295,7 @@ async def test_policy_and_reference_model_may_share_while_engines_do_not():
     "all_share, policy_and_ref_share, beside",
     [(True, False, []), (False, True, ["policy", "critic"]), (False, False, ["policy", "critic", "ref"])],
 )
-def test_models_that_no_engine_or_other_model_moves_compute_beside_engines(all_share, policy_and_ref_share, beside):
+def test_models_without_shared_device_compute_next_to_engines(all_share, policy_and_ref_share, beside):
     colocation = Colocation(None, engines_share_device=all_share, policy_and_ref_share=policy_and_ref_share)
     assert [name for name in ("policy", "critic", "ref") if colocation.stays_beside_engines(name)] == beside
 
@@ -313,7 +313,7 @@ async def test_training_without_engines_swaps_models():
 
 
 @pytest.mark.parametrize("failing", ["engines wake weights", "policy off", "engines wake kv_cache"])
-async def test_failed_move_refuses_others_until_recovery(failing):
+async def test_failed_move_blocks_moves_until_recovery(failing):
     colocation, diary = await started()
     diary.fails = {failing}
     with pytest.raises(OSError, match=failing):
@@ -331,7 +331,7 @@ async def test_failed_move_refuses_others_until_recovery(failing):
     colocation.check("generate")
 
 
-async def test_engines_drop_weights_where_sync_brings_all():
+async def test_engines_drop_weights_when_sync_sends_all_weights():
     """But not before `send_between`, which brings them to one engine alone, also if it fails."""
     colocation, diary = await started(("policy",), all_weights=True)
     assert diary.take() == ["engines drop weights", "policy loads"]
@@ -363,7 +363,7 @@ async def test_engines_drop_weights_where_sync_brings_all():
 @pytest.mark.parametrize(
     "failing", ["engines drop weights", "engines wake weights", "weights travel", "policy off", "engines wake kv_cache"]
 )
-async def test_engines_that_dropped_weights_generate_only_after_sync(failing):
+async def test_engines_without_weights_generate_only_after_sync(failing):
     colocation, diary = await started(("policy",), all_weights=True)
     await colocation.sync(diary.send)
     diary.fails = {failing}
@@ -383,7 +383,7 @@ async def test_engines_that_dropped_weights_generate_only_after_sync(failing):
     colocation.check("generate")
 
 
-async def test_engine_restarted_after_half_a_sleep_that_drops_weights_moves_nothing_and_names_the_sleep():
+async def test_engine_restart_after_failed_sleep_makes_no_moves():
     colocation, diary = await started(("policy",), all_weights=True)
     await colocation.sync(diary.send)
     diary.fails = {"engines drop weights"}
@@ -431,7 +431,7 @@ async def test_failed_send_can_be_repeated():
     ]
 
 
-async def test_engine_that_died_asleep_restarts_when_next_sync_makes_room():
+async def test_engine_crashed_asleep_restarts_when_sync_frees_memory():
     colocation, diary = await started()
     diary.take()
 
@@ -446,7 +446,7 @@ async def test_engine_that_died_asleep_restarts_when_next_sync_makes_room():
     ]
 
 
-async def test_engine_that_died_during_sync_restarts_before_sync_is_repeated():
+async def test_engine_crashed_during_sync_restarts_before_sync_repeats():
     colocation, diary = await started_with_failed_sync("weights travel")
     starting = asyncio.create_task(colocation.start_engine(diary.start_new))
     await asyncio.sleep(0)
@@ -458,7 +458,7 @@ async def test_engine_that_died_during_sync_restarts_before_sync_is_repeated():
     ]
 
 
-async def test_recovery_waits_for_engines_that_start():
+async def test_recovery_waits_for_starting_engines():
     colocation, diary = await started_with_failed_sync("engines wake weights")
     await colocation.recover(lambda: colocation.start_engine(diary.start_new))
     assert diary.take() == [
@@ -468,7 +468,7 @@ async def test_recovery_waits_for_engines_that_start():
     ]
 
 
-async def test_engine_started_while_others_generate_receives_weights_between_syncs():
+async def test_engine_started_during_generation_receives_weights_between_syncs():
     colocation, diary = await started()
     assert not await colocation.send_between(diary.send)  # the next sync brings them
     await colocation.sync(diary.send)
@@ -493,7 +493,7 @@ async def test_engine_started_while_others_generate_receives_weights_between_syn
     "failing",
     ["engines sleep", "policy on", "engines wake weights", "weights travel", "policy off", "engines wake kv_cache"],
 )
-async def test_engines_generate_on_if_one_dies_while_it_receives_weights_between_syncs(failing, failing_again):
+async def test_engines_continue_when_receiver_crashes_between_syncs(failing, failing_again):
     """The engine may restart, too: no worker stays on the device."""
     colocation, diary = await started()
     await colocation.sync(diary.send)
@@ -513,7 +513,7 @@ async def test_engines_generate_on_if_one_dies_while_it_receives_weights_between
     colocation.check("generate")
 
 
-async def test_engines_generate_on_if_the_weights_of_one_are_cancelled_between_syncs():
+async def test_engines_continue_when_send_is_cancelled_between_syncs():
     colocation, diary = await started()
     await colocation.sync(diary.send)
     sending = asyncio.ensure_future(colocation.send_between(asyncio.Event().wait))
@@ -527,7 +527,7 @@ async def test_engines_generate_on_if_the_weights_of_one_are_cancelled_between_s
     colocation.check("generate")
 
 
-async def test_engine_start_timeout_names_the_worker_on_the_device():
+async def test_engine_start_timeout_names_worker_on_device():
     colocation, diary = await started(start_timeout_seconds=0.05)
 
     with pytest.raises(ColocationError, match=r"cannot start engine for 0.05 s.*first: offload policy"):

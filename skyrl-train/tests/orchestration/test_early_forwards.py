@@ -109,7 +109,7 @@ async def outputs_of(
 
 
 @pytest.mark.parametrize("max_tokens", [None, 60])
-def test_early_passes_compute_each_micro_batch_once_and_as_without_them(max_tokens: int | None):
+def test_early_passes_compute_each_micro_batch_once_with_equal_results(max_tokens: int | None):
     groups = groups_of_different_lengths()
     whole, early = SummingRanks(), SummingRanks()
     expected = asyncio.run(outputs_of(whole, groups, [], max_tokens))
@@ -121,7 +121,7 @@ def test_early_passes_compute_each_micro_batch_once_and_as_without_them(max_toke
 
 
 @pytest.mark.parametrize("max_tokens", [None, 60])
-def test_groups_that_come_otherwise_than_foreseen_are_computed_again(max_tokens: int | None):
+def test_unpredicted_groups_are_recomputed(max_tokens: int | None):
     groups, others = groups_of_different_lengths(), groups_of_different_lengths(seed=1)
     batch = [*groups[:4], others[4], *groups[5:7]]  # one group has other tokens, and one is missing
     late, early = SummingRanks(), SummingRanks()
@@ -130,7 +130,7 @@ def test_groups_that_come_otherwise_than_foreseen_are_computed_again(max_tokens:
     assert 0 < sum(early.computed[-1]) < sum(late.computed[-1]), "the first mini-batch was foreseen, the second not"
 
 
-def test_an_error_of_a_forward_cancels_the_generation():
+def test_forward_error_cancels_generation():
     error = WorkerError("ref worker 1 raised ValueError: my bug")
     early, _ = pass_of(SummingRanks(error), None)
 
@@ -145,7 +145,7 @@ def test_an_error_of_a_forward_cancels_the_generation():
 
 
 @pytest.mark.parametrize("has_passes", [True, False])
-def test_an_error_of_the_generation_keeps_its_cause(has_passes: bool):
+def test_generation_error_keeps_cause(has_passes: bool):
     cause = KeyError("table")
 
     async def run() -> None:
@@ -157,7 +157,7 @@ def test_an_error_of_the_generation_keeps_its_cause(has_passes: bool):
     assert raised.value.__cause__ is cause
 
 
-def test_a_call_that_waits_for_its_turn_does_not_begin_after_an_error_of_the_generation():
+def test_waiting_call_does_not_start_after_generation_error():
     began, may_end = threading.Event(), threading.Event()
     computed: list[str] = []
 

@@ -54,7 +54,7 @@ print("well")
 
 
 @pytest.mark.full
-def test_engines_of_two_gpus_divide_the_four_that_they_share(tmp_path):
+def test_two_gpu_engines_divide_four_shared_gpus(tmp_path):
     script = textwrap.dedent(SCRIPT).replace("RUN_DIR", repr(str(tmp_path)))
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     assert finished.stdout.strip().endswith("well"), finished.stderr[-3000:]

@@ -49,12 +49,12 @@ CRITIC = {"critic": {"model": {"path": "m"}}, "algorithm": {"advantage_estimator
         ),
     ],
 )
-def test_settings_of_several_processes_are_refused(changes: dict[str, Any], words: str):
+def test_multi_process_settings_are_refused(changes: dict[str, Any], words: str):
     with pytest.raises(ConfigError, match=words):
         validate_cfg(SkyRLConfig.from_dict(settings(**changes)))
 
 
-def test_engines_with_processes_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_engines_with_separate_processes_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("skyrl_train.config.engine_kinds.find_spec", lambda name: True)  # as if installed
     for backend in ("vllm", "sglang"):
         with pytest.raises(ConfigError, match=rf"generator.backend={backend} runs in processes of its own.*native"):
@@ -63,12 +63,12 @@ def test_engines_with_processes_of_their_own_are_refused(monkeypatch: pytest.Mon
     validate_generator_cfg(settings(generator=elsewhere, placement={"colocate_all": False}))
 
 
-def test_auto_means_the_native_engine_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch):
+def test_auto_selects_native_engine_on_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("skyrl_train.config.engine_kinds.find_spec", lambda name: True)
     assert validate_cfg(settings(placement={"device": "cuda"})).generator.backend == "native"
 
 
-def test_ray_cluster_beside_inline_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_ray_cluster_with_inline_launcher_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     for validate in (validate_cfg, validate_generator_cfg):
         with pytest.raises(ConfigError, match=r"RAY_ADDRESS=10.0.0.1:6379 names a Ray cluster"):
@@ -88,7 +88,7 @@ def test_supervised_training_on_several_ranks_is_refused(config_type: type[Super
 
 
 @pytest.mark.parametrize("device, colocated", [("cpu", True), ("cpu", False), ("cuda", True), ("cuda", False)])
-def test_weights_stay_in_the_process(device: Any, colocated: bool):
+def test_weights_stay_in_process(device: Any, colocated: bool):
     engines, ranks = [HolderInfo(node="here", gpus=["a"])], [RankPlace(node="here", gpu="a")]
     where: dict[str, Any] = {"colocated": colocated, "device": device, "remote": False, "one_process": True}
     assert plan_routes("auto", engines, ranks, **where) == [Route("shared_memory")]
@@ -122,7 +122,7 @@ async def answer(rank: InlineRank, *methods: str) -> list[Any]:
     return answers
 
 
-async def test_each_worker_has_random_numbers_of_its_own():
+async def test_each_worker_has_separate_random_state():
     torch.manual_seed(3)
     expected = [torch.rand(()).item() for _ in range(4)]
     torch.manual_seed(3)
@@ -134,7 +134,7 @@ async def test_each_worker_has_random_numbers_of_its_own():
     await asyncio.gather(first.shutdown(), second.shutdown())
 
 
-async def test_worker_begins_with_the_random_numbers_of_a_new_process():
+async def test_worker_starts_with_random_state_of_new_process():
     """Whatever this process has drawn before."""
     torch.manual_seed(11)
     rank = InlineRank("policy", Draws, (), "cpu")
@@ -146,7 +146,7 @@ async def test_worker_begins_with_the_random_numbers_of_a_new_process():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_random_numbers_of_a_gpu_are_swapped_too():
+def test_gpu_random_state_is_swapped():
     torch.cuda.manual_seed(1)
     outside = torch.cuda.get_rng_state()
     own = RandomState("cuda")
@@ -157,7 +157,7 @@ def test_random_numbers_of_a_gpu_are_swapped_too():
     assert torch.equal(first, torch.rand(3, device="cuda", generator=fresh))
 
 
-async def test_failed_call_names_the_worker_and_leaves_it_usable():
+async def test_failed_call_names_worker_and_keeps_worker_usable():
     rank = InlineRank("policy", Draws, (3,), "cpu")
     with pytest.raises(WorkerError, match=r"^policy worker 0 raised RuntimeError: out of luck\n.*in fail: raise"):
         await answer(rank, "fail")
@@ -187,7 +187,7 @@ class Joins(Draws):
         return dist.get_world_size()
 
 
-async def test_workers_share_one_process_group_which_ends_with_the_last(monkeypatch: pytest.MonkeyPatch):
+async def test_shared_process_group_ends_with_last_worker(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inline_launcher, "_PROCESS_GROUP", SharedProcessGroup())  # other tests may have left ranks
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -200,7 +200,7 @@ async def test_workers_share_one_process_group_which_ends_with_the_last(monkeypa
     assert not dist.is_initialized()
 
 
-async def test_group_of_somebody_else_is_left_alone(group_of_one: None, tmp_path: Path):
+async def test_foreign_process_group_is_kept(group_of_one: None, tmp_path: Path):
     rank = InlineRank("policy", Joins, (), "cpu")
     assert await answer(rank, "join") == [1]
     await rank.shutdown()

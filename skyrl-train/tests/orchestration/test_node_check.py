@@ -34,13 +34,13 @@ def problems(driver: Paths, other: Paths) -> list[str]:
     return problems_of(view_of(driver, "own", "node-a"), there, driver, "id")
 
 
-def test_a_node_with_the_same_folder_has_no_problems(tmp_path: Path):
+def test_node_with_same_folder_has_no_problems(tmp_path: Path):
     driver = node(tmp_path)
     assert problems(driver, driver) == []
     assert answer_path(driver.tokens["trainer.run_dir"], "id").is_file()
 
 
-def test_a_node_with_a_run_folder_of_its_own_is_named(tmp_path: Path):
+def test_node_with_different_run_folder_is_named(tmp_path: Path):
     driver, other = node(tmp_path / "a"), node(tmp_path / "b", token=None)
     run = tmp_path / "a" / "run"
     assert problems(driver, other) == [
@@ -48,13 +48,13 @@ def test_a_node_with_a_run_folder_of_its_own_is_named(tmp_path: Path):
     ]
 
 
-def test_a_token_that_is_only_a_copy_is_no_proof(tmp_path: Path):
+def test_copied_token_is_rejected(tmp_path: Path):
     """The node reads the token, but its answer does not arrive: a snapshot of the folder, say."""
     [problem] = problems(node(tmp_path / "a"), node(tmp_path / "b"))
     assert "has another folder at trainer.run_dir" in problem
 
 
-def test_a_node_that_cannot_write_is_named_with_the_reason(tmp_path: Path):
+def test_node_without_write_access_is_named_with_reason(tmp_path: Path):
     driver = node(tmp_path)
     answer_path(driver.tokens["trainer.run_dir"], "id").mkdir()  # nothing can be written there
     [problem] = problems(driver, driver)
@@ -68,14 +68,14 @@ def test_a_node_that_cannot_write_is_named_with_the_reason(tmp_path: Path):
         ({"config": "[]"}, "config.json: 2 bytes, sha256 4f53cda18c2b there, 2 bytes, sha256 44136fa355b3 here"),
     ],
 )
-def test_another_model_is_named_with_the_file(tmp_path: Path, other: dict, words: str):
+def test_different_model_is_named_with_file(tmp_path: Path, other: dict, words: str):
     driver = node(tmp_path / "a")
     there = view_of(node(tmp_path / "b", **other), "id", "node-b")
     [problem] = differences(view_of(driver, "own", "node-a").models, there.models, driver.models, there.node)
     assert problem == f"node node-b sees other files at trainer.policy.model.path={tmp_path / 'a' / 'model'}: {words}"
 
 
-def test_a_missing_model_is_named(tmp_path: Path):
+def test_missing_model_is_named(tmp_path: Path):
     driver = node(tmp_path / "a")
     here = view_of(driver, "own", "node-a")
     missing = view_of(Paths(models={"trainer.policy.model.path": tmp_path / "nothing"}), "id", "node-b")
@@ -83,7 +83,7 @@ def test_a_missing_model_is_named(tmp_path: Path):
     assert differences(here.models, missing.models, driver.models, "node-b") == [line]
 
 
-def test_paths_are_those_of_the_settings_and_of_this_machine(tmp_path: Path, tiny_model: str):
+def test_checked_paths_are_local_paths_from_settings(tmp_path: Path, tiny_model: str):
     data = tmp_path / "data.jsonl"
     data.write_text("{}")
     values = {
@@ -105,7 +105,7 @@ def test_paths_are_those_of_the_settings_and_of_this_machine(tmp_path: Path, tin
     assert list(paths.data.values()) == [data]
 
 
-def test_bucket_is_read_and_answered_by_every_node(tmp_path: Path, tiny_model: str):
+def test_bucket_token_is_read_and_written_by_every_node(tmp_path: Path, tiny_model: str):
     """A node without credentials, or whose endpoint is another one, would fail in the first checkpoint."""
     values = {"run_dir": str(tmp_path), "ckpt_path": "memory://bucket/ckpts", "policy": {"model": {"path": tiny_model}}}
     paths = paths_of(SkyRLConfig.from_dict({"trainer": values}), [], "abc")
@@ -178,7 +178,7 @@ finally:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_second_node_with_another_run_folder_is_refused_until_it_is_the_same(tmp_path: Path):
+def test_second_node_is_refused_until_run_folder_is_shared(tmp_path: Path):
     """The second node is a raylet in a mount namespace of its own, where another folder lies at the path."""
     namespace = ["unshare", "-m", "mount", "--bind", str(tmp_path), str(tmp_path)]
     if os.geteuid() != 0 or shutil.which("unshare") is None or subprocess.run(namespace).returncode != 0:

@@ -28,7 +28,7 @@ def tokens(rows: Sequence[int], lengths: Sequence[int]) -> int:
     return sum(lengths[row] for row in rows)
 
 
-def test_data_parallel_ranks_take_consecutive_parts_without_a_token_budget():
+def test_ranks_take_consecutive_rows_without_token_budget():
     schedule = Schedule.of([5] * 8, [[0, 1, 2, 3], [4, 5, 6, 7]], 2, micro_batch_size=2)
     assert [own.tolist() for own in schedule.rows] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     first, second = (MicroBatch((0, 1)),), (MicroBatch((2, 3)),)
@@ -36,31 +36,31 @@ def test_data_parallel_ranks_take_consecutive_parts_without_a_token_budget():
     assert schedule.whole() == [first + second, first + second]
 
 
-def test_a_micro_batch_is_divided_before_a_filler_is_computed():
+def test_micro_batch_is_split_before_dummy_is_added():
     schedule = Schedule.of([5] * 9, [range(9)], 2, micro_batch_size=2)
     assert counted_rows(schedule) == [[[[0, 1], [2, 3], [4]], [[5], [6], [7, 8]]]]
 
 
-def test_a_shard_with_too_few_rows_computes_its_shortest_as_a_filler():
+def test_shard_with_too_few_rows_repeats_shortest_row_as_dummy():
     schedule = Schedule.of([5, 9, 7, 8, 2, 3, 1], [[0, 1, 2], [3, 4, 5, 6]], 2, micro_batch_size=1)
     assert [own.tolist() for own in schedule.rows] == [[0, 1, 3, 4], [2, 5, 6]]
     (_, second), _ = schedule.mini_batches
     assert second == (MicroBatch((0,)), MicroBatch((2,), is_dummy=True))  # row 6, of one token
 
 
-def test_a_shard_without_rows_computes_a_copy():
+def test_shard_without_rows_computes_copied_dummy():
     schedule = Schedule.of([5, 3], [[0, 1]], 3, micro_batch_size=1)
     assert [own.tolist() for own in schedule.rows] == [[0], [1], [1]]
     assert schedule.mini_batches[0][2] == (MicroBatch((0,), is_dummy=True),)
 
 
-def test_a_token_budget_fills_bins_longest_first():
+def test_token_budget_fills_bins_longest_first():
     lengths = [2, 7, 3, 5, 12, 1]
     schedule = Schedule.of(lengths, [range(6)], 1, micro_batch_size=1, max_tokens=10)
     assert counted_rows(schedule) == [[[[4], [1, 2], [3, 0, 5]]]]  # 12 is over the budget and alone; 7 + 3; 5 + 2 + 1
 
 
-def test_a_token_budget_balances_shards():
+def test_token_budget_balances_shards():
     schedule = Schedule.of([6, 6, 4, 4, 2, 2], [range(6)], 2, micro_batch_size=1, max_tokens=8)
     loads = [sum(tokens(micro, [6, 6, 4, 4, 2, 2]) for micro in micros) for micros in counted_rows(schedule)[0]]
     assert loads == [12, 12]
@@ -93,7 +93,7 @@ def test_every_row_counts_once_and_shards_are_even(seed):
     assert all(max(used) < len(own) for used, own in zip(positions, schedule.rows, strict=True))
 
 
-def test_ragged_lengths_are_shared_out_evenly_and_bins_are_full():
+def test_ragged_lengths_are_balanced_and_bins_are_full():
     draw = random.Random(0)
     lengths = [min(8192, int(draw.lognormvariate(6.5, 1))) for _ in range(1024)]
     schedule = Schedule.of(lengths, [range(1024)], 8, micro_batch_size=1, max_tokens=16384)
@@ -127,7 +127,7 @@ def samples_of_prompts(
 
 @pytest.mark.parametrize("common", [0, 20])
 @pytest.mark.parametrize("data_parallel_size", [1, 3])
-def test_a_shared_prompt_counts_once_in_a_token_budget(data_parallel_size: int, common: int):
+def test_shared_prompt_counts_once_in_token_budget(data_parallel_size: int, common: int):
     """The tokens that a model lays out, not those that the schedule counts, are within the budget."""
     sequences, mask = samples_of_prompts([(100, 8), (60, 8), (30, 8), (90, 1), (80, 5), (25, 2)], 20, common)
     lengths, rows, max_tokens = mask.sum(1).tolist(), range(len(mask)), 250
@@ -157,7 +157,7 @@ def test_ranks_get_nearly_equal_tokens_of_shared_prompts():
     assert max(loads) < 1.2 * min(loads)  # two parts of a group that is divided compute its prompt each
 
 
-def test_prompts_that_share_nothing_are_packed_as_without_prefixes():
+def test_prompts_without_common_prefix_are_packed_as_usual():
     sequences, mask = samples_of_prompts([(10 + place, 1) for place in range(40)], 20)
     lengths = mask.sum(1).tolist()
     given: dict[str, Any] = dict(micro_batch_size=1, max_tokens=100)
@@ -167,7 +167,7 @@ def test_prompts_that_share_nothing_are_packed_as_without_prefixes():
 
 
 @pytest.mark.parametrize("max_tokens", [None, 20])
-def test_gathering_what_was_sharded_gives_it_back(max_tokens):
+def test_gather_restores_sharded_batch(max_tokens):
     lengths = [(row * 7) % 11 for row in range(10)]
     batch = TrainingInputBatch(sequences=torch.arange(20).view(10, 2))
     for data_parallel_size in (1, 3, 16):
@@ -178,17 +178,17 @@ def test_gathering_what_was_sharded_gives_it_back(max_tokens):
         assert torch.equal(schedule.gather(outputs, "output"), batch.tensor("sequences"))
 
 
-def test_empty_mini_batch_is_all_dummies():
+def test_empty_mini_batch_has_only_dummies():
     schedule = Schedule.of([4, 4], [[], [0, 1]], 2, micro_batch_size=1)
     assert [[micro.is_dummy for micro in micros] for micros in schedule.mini_batches[0]] == [[True], [True]]
 
 
 @pytest.mark.parametrize("mini_batches", [[[0, 1]], [[0, 1], [1, 2]], [[0, 1, 2, 3]], []])
-def test_mini_batches_must_hold_every_row_once(mini_batches):
+def test_mini_batches_must_contain_every_row_once(mini_batches):
     with pytest.raises(ValueError, match="each of 3 rows"):
         Schedule.of([1, 1, 1], mini_batches, 1, micro_batch_size=1)
 
 
-def test_pairs_must_be_whole():
+def test_incomplete_pairs_are_refused():
     with pytest.raises(ValueError, match="whole units of 2 rows"):
         Schedule.of([1, 1, 1], [[0, 1, 2]], 1, micro_batch_size=1, unit=2)

@@ -30,7 +30,7 @@ def counter(limit: int | None = 3) -> SkippedUpdates:
     return skipped_updates("policy", cfg)
 
 
-def test_an_update_between_skipped_ones_starts_the_count_anew():
+def test_successful_update_resets_skip_count():
     updates = counter(limit=3)
     name = "policy/consecutive_skipped_updates"
     assert updates.count(learnt(True, True), batch(), is_last_step=False) == {name: 2.0}
@@ -59,16 +59,14 @@ def test_an_update_between_skipped_ones_starts_the_count_anew():
         ({"advantages": [1.0, 1.0, 1.0]}, {}, "the gradient alone"),
     ],
 )
-def test_the_error_names_the_first_thing_that_was_not_finite(
-    columns: dict[str, list[float]], losses: dict[str, Any], cause: str
-):
+def test_error_names_first_non_finite_quantity(columns: dict[str, list[float]], losses: dict[str, Any], cause: str):
     found = batch(**{name: torch.tensor([values]) for name, values in columns.items()})
     with pytest.raises(NonFiniteUpdateError) as error:
         counter(limit=1).count(learnt(True, **losses), found, is_last_step=False)
     assert f"Not finite in this step: {cause}" in str(error.value)
 
 
-def test_a_run_without_a_single_update_is_an_error():
+def test_run_without_any_update_raises():
     with pytest.raises(NonFiniteUpdateError, match="the run ends without an update"):
         counter(limit=10).count(learnt(True), batch(), is_last_step=True)
     updates = counter(limit=10)
@@ -77,7 +75,7 @@ def test_a_run_without_a_single_update_is_an_error():
     counter(limit=None).count(learnt(*[True] * 50), batch(), is_last_step=True)
 
 
-def test_a_resumed_run_goes_on_counting():
+def test_resumed_run_continues_skip_count():
     before, resumed = counter(limit=3), counter(limit=3)
     before.count(learnt(False, True, True), batch(), is_last_step=False)
     resumed.load_state(before.state())

@@ -31,7 +31,7 @@ def adviser(max_running: int, group_seconds: float, step_seconds: float, **metri
     [(6, 0.5, 1.0), (6, 12.0, 0.25), (2, 3.0, 0.33), (6, 3.0, 0.72)],
     ids=["training is slower", "generation is slower", "too few groups", "a slot is free only after a sync"],
 )
-def test_predicted_utilisation_is_that_of_the_slower_side(max_running: int, group_seconds: float, utilisation: float):
+def test_predicted_utilisation_follows_slower_side(max_running: int, group_seconds: float, utilisation: float):
     """A step of 1 s trains 2 groups; `max_running` groups run at once, a group takes `group_seconds`."""
     predicted = adviser(max_running, group_seconds, step_seconds=1.0).predict()
     assert predicted["async/predicted_trainer_utilisation"] == pytest.approx(utilisation, abs=0.1)
@@ -47,12 +47,12 @@ def test_predicted_utilisation_is_that_of_the_slower_side(max_running: int, grou
         (6, 0.3, 1.0, "add engines, or raise trainer.fully_async.max_staleness_steps"),
     ],
 )
-def test_advice_names_the_setting_for_the_idle_side(max_running: int, trainer: float, slots: float, setting: str):
+def test_advice_names_setting_for_idle_side(max_running: int, trainer: float, slots: float, setting: str):
     one = adviser(max_running, 1.0, 1.0, **{"async/trainer_utilisation": trainer, "async/slot_utilisation": slots})
     assert re.search(setting, one.advise(PREDICTED))
 
 
-def test_advice_judges_the_window_and_not_its_last_step():
+def test_advice_uses_window_average_not_last_step():
     """Nine steps of 4 s, busy for 1 s of them, and a last one that waits for nothing: busy 26 % of the time."""
     one = adviser(3, 1.0, 1.0, **BUSY)
     for _ in range(9):
@@ -64,13 +64,13 @@ def test_advice_judges_the_window_and_not_its_last_step():
 
 
 @pytest.mark.parametrize(("sample_size", "is_warned"), [(None, False), (0.95, False), (0.6, True)])
-def test_advice_warns_of_a_policy_that_has_left_the_one_that_generated(sample_size: float | None, is_warned: bool):
+def test_advice_warns_when_policy_diverges_from_sampling_policy(sample_size: float | None, is_warned: bool):
     advice = adviser(6, 1.0, 1.0, **BUSY, **{"policy/rollout_train_ess": sample_size}).advise(PREDICTED)
     assert ("lower trainer.fully_async.max_staleness_steps, the learning rate" in advice) == is_warned
 
 
 @pytest.mark.parametrize(("shares", "warning"), [([0.0, 0.08], None), ([0.04, 0.08], "6% of the generated tokens")])
-def test_advice_warns_of_tokens_that_are_too_old_to_be_trained(shares: list[float], warning: str | None):
+def test_advice_warns_of_stale_tokens(shares: list[float], warning: str | None):
     """The mean over the last steps decides, not the last step alone."""
     name = "async/stale_token_share"
     one = adviser(6, 1.0, 1.0, **BUSY, **{name: shares[0]})

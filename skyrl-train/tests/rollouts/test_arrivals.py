@@ -10,14 +10,14 @@ def group(uid: str, *rewards: float) -> TrajectoryGroup:
     return TrajectoryGroup(uid, [Trajectory(TrajectoryID(uid, n), [sample]) for n, sample in enumerate(samples)])
 
 
-def test_place_of_a_group_is_that_of_its_prompt():
+def test_group_position_equals_prompt_position():
     arrivals = Arrivals(None)
     arrivals.request("abc")
     arrivals.add(group("c", 0, 0))
     assert {place: each.uid for place, each in arrivals.places(3).items()} == {2: "c"}
 
 
-def test_dynamic_sampling_moves_groups_up_or_leaves_their_places():
+def test_dynamic_sampling_shifts_or_keeps_group_positions():
     filtering, replacing = Arrivals("filter"), Arrivals("replace")
     for arrivals in (filtering, replacing):
         arrivals.request("abc")
@@ -34,7 +34,7 @@ def test_dynamic_sampling_moves_groups_up_or_leaves_their_places():
     assert {place: each.uid for place, each in filtering.places(2).items()} == {0: "b", 1: "c"}, "of two, `d` is none"
 
 
-def test_schedule_foresees_what_it_takes():
+def test_schedule_predicts_next_batch():
     limits = dict(groups_per_step=3, max_staleness_steps=1, max_running=6, groups_per_epoch=30, total_steps=10)
     foreseen: dict[str, dict[int, int]] = {}
     for order in ("finished", "exact", "oldest"):

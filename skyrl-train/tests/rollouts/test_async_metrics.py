@@ -31,7 +31,7 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("keeps_cache", [True, False])
-def test_metrics_of_two_groups_trained_on_version_seven(keeps_cache: bool):
+def test_metrics_are_computed_for_two_groups_trained_on_version_seven(keeps_cache: bool):
     """Eleven tokens are generated: of versions 3 (two), 4 (four), 6 (three), 7 (two). Two follow a sync in a turn."""
     metrics = group_metrics(GROUPS, trained_version=7, bound=2, keeps_cache=keeps_cache)
     assert metrics == pytest.approx(
@@ -55,7 +55,7 @@ def test_metrics_of_two_groups_trained_on_version_seven(keeps_cache: bool):
     )
 
 
-def test_group_of_unknown_versions_is_as_old_as_its_start():
+def test_group_without_versions_has_age_since_start():
     metrics = group_metrics([finished(None, version=5)], trained_version=7, bound=4, keeps_cache=True)
     assert metrics["async/staleness_max"] == 2
     shares = ("versions_per_trajectory_mean", "stale_token_share", "interrupted_token_share", "mixed_cache_token_share")
@@ -72,14 +72,14 @@ def test_group_of_unknown_versions_is_as_old_as_its_start():
         ([NO_VERSION, 3, NO_VERSION, NO_VERSION, 4, 5], 1),
     ],
 )
-def test_interrupted_tokens_are_those_after_a_sync_within_their_turn(versions: list[int], num_interrupted: int):
+def test_interrupted_tokens_are_tokens_after_sync_within_turn(versions: list[int], num_interrupted: int):
     num_generated = sum(version != NO_VERSION for version in versions)
     metrics = group_metrics([finished(versions)], trained_version=5, bound=9, keeps_cache=True)
     assert metrics["async/interrupted_token_share"] == pytest.approx(num_interrupted / num_generated)
     assert metrics["async/mixed_cache_token_share"] == metrics["async/interrupted_token_share"]
 
 
-def test_mask_leaves_out_tokens_before_the_oldest_version():
+def test_mask_excludes_tokens_before_oldest_version():
     masked = mask_stale(
         group(
             sample([2, 3, NO_VERSION, 4]),
@@ -94,7 +94,7 @@ def test_mask_leaves_out_tokens_before_the_oldest_version():
     assert [each.samples[0].log_probs for each in masked.trajectories][2] == [-1.0, -1.0]
 
 
-def test_metrics_of_a_pool_over_ten_seconds():
+def test_pool_metrics_are_computed_over_ten_seconds():
     """A step of 8 s waits 2 s for groups. Up to six groups run: 30 s of them in 10 s, and none in the last 2 s."""
     counts = PoolCounts(
         num_failed=1, num_filtered=2, num_stale=3, running_seconds=30.0, busy_seconds=8.0, wall_seconds=10.0

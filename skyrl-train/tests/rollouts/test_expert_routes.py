@@ -32,7 +32,7 @@ def batch_of(*samples: TrainingSample) -> RolloutBatch:
     return RolloutBatch([TrajectoryGroup("a", trajectories)])
 
 
-def test_routes_stand_in_the_columns_of_their_tokens():
+def test_routes_are_in_token_columns():
     batch = batch_of(
         sample([5, 6, 7], [8, 9], [1, 1], routes_of(3, 4, 5, 6)),
         sample([5], [6, 7, 8], [1, 0, 0], routes_of(1)),
@@ -50,13 +50,13 @@ def test_routes_stand_in_the_columns_of_their_tokens():
 
 
 @pytest.mark.parametrize("routes, known", [(routes_of(1, 2, 3), 3), (None, 0)])
-def test_a_token_that_trains_without_a_route_is_an_error(routes: ExpertRoutes | None, known: int):
+def test_trained_token_without_route_raises(routes: ExpertRoutes | None, known: int):
     batch = batch_of(sample([5, 6, 7], [8, 9, 10], [1, 1, 0], routes))
     with pytest.raises(ValueError, match=rf"prompt 'a' has expert routes of {known} positions, .* needs 4"):
         collate(batch, build_character_tokenizer(), 1, with_routes=True)
 
 
-def test_many_experts_take_two_bytes_and_routes_of_two_models_do_not_mix():
+def test_many_experts_use_two_bytes_and_routes_of_two_models_are_refused():
     mask = torch.ones(2, 2)
     assert route_dtype(254) == torch.uint8 and route_dtype(255) == torch.int16
     column = pad_routes([routes_of(300, num_experts=512), None], mask)
@@ -68,7 +68,7 @@ def test_many_experts_take_two_bytes_and_routes_of_two_models_do_not_mix():
         pad_routes([routes_of(1, 2, 3), None], mask)
 
 
-def test_joined_turns_keep_the_first_routes_of_each_token():
+def test_joined_turns_keep_first_routes_of_each_token():
     first = sample([1, 2], [3, 4], [1, 1], routes_of(0, 0, 0))
     second = sample([1, 2, 3, 4, 5], [6], [1], routes_of(7, 7, 7, 7, 7))
     joined = join_samples([first, second])
@@ -78,7 +78,7 @@ def test_joined_turns_keep_the_first_routes_of_each_token():
     assert whole_sample(samples).routes == first.routes
 
 
-def test_the_journal_of_asynchronous_training_keeps_routes(tmp_path: Path):
+def test_async_journal_keeps_routes(tmp_path: Path):
     [group] = batch_of(
         sample([5], [6, 7], [1, 1], routes_of(1, 254)), sample([5], [6], [1], routes_of(300, num_experts=512))
     ).groups

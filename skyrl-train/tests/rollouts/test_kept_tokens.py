@@ -31,7 +31,7 @@ def batch_of(*samples: TrainingSample) -> RolloutBatch:
     return RolloutBatch([TrajectoryGroup("a", trajectories)])
 
 
-def test_kept_tokens_stand_in_the_rows_of_their_responses():
+def test_kept_tokens_are_in_response_rows():
     batch = batch_of(
         sample([5, 6, 7], [8, 9, 3], [1, 0, 1], kept([8, 4], [], [3, 9, 30])),
         sample([5], [6, 7], [1, 1], kept([6], [7])),
@@ -55,13 +55,13 @@ def test_kept_tokens_stand_in_the_rows_of_their_responses():
         (kept([8, 4], [3, 9], [5, 6]), "has token 3 in place 2 of its response, which is not among the tokens"),
     ],
 )
-def test_a_token_that_was_not_drawn_from_its_kept_tokens_is_an_error(own: KeptTokens | None, message: str):
+def test_token_outside_kept_tokens_raises(own: KeptTokens | None, message: str):
     batch = batch_of(sample([5, 6, 7], [8, 9, 3], [1, 1, 1], own))
     with pytest.raises(ValueError, match=f"sampling_mask_replay=true: a sample of prompt 'a' {message}"):
         collate(batch, build_character_tokenizer(), 1, with_kept_tokens=True)
 
 
-def test_responses_grow_and_are_cut_with_their_kept_tokens():
+def test_kept_tokens_are_extended_and_truncated_with_response():
     response = ResponseTokens()
     response.append_generated([8, 9], [0.0, 0.0], [1, 1], kept([8, 4], [9]))
     response.append_context([5, 5])
@@ -73,14 +73,14 @@ def test_responses_grow_and_are_cut_with_their_kept_tokens():
     assert response.as_sample([1], []).kept_tokens is None
 
 
-def test_joined_turns_have_no_kept_tokens_between_them():
+def test_joined_turns_have_no_kept_tokens_between_turns():
     first = sample([1, 2], [3, 4], [1, 1], kept([3], [4, 5]))
     second = sample([1, 2, 3, 4, 5], [6], [1], kept([6, 7]))
     assert join_samples([first, second]).kept_tokens == kept([3], [4, 5], [], [6, 7])
     assert join_samples([first, sample([1, 2, 3, 4, 5], [6], [1], None)]).kept_tokens is None
 
 
-def test_columns_of_generators_and_the_journal_keep_them(tmp_path: Path):
+def test_generator_columns_and_journal_keep_kept_tokens(tmp_path: Path):
     batch = batch_of(sample([5], [6, 7], [1, 1], kept([6, 300_000], [7])), sample([5], [6], [0], None))
     output = to_generator_output(batch)
     assert output.get("kept_tokens") == [kept([6, 300_000], [7]), None]

@@ -115,7 +115,7 @@ class Run:
 
 
 @pytest.mark.parametrize("order", ["finished", "oldest", "exact"])
-async def test_every_group_is_trained_once(tmp_path: Path, order: str):
+async def test_each_group_is_trained_once(tmp_path: Path, order: str):
     async def generate(ticket: int) -> RolloutBatch:
         await asyncio.sleep(random.Random(ticket).random() / 500)
         return group_of(ticket)
@@ -127,7 +127,7 @@ async def test_every_group_is_trained_once(tmp_path: Path, order: str):
         assert run.steps == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
 
 
-async def test_a_stale_group_starts_again_with_the_weights_of_the_sync_that_follows(tmp_path: Path):
+async def test_stale_group_restarts_after_next_sync(tmp_path: Path):
     async def generate(ticket: int) -> RolloutBatch:
         await asyncio.sleep(0 if ticket else 30)
         return group_of(ticket, version=run.version)
@@ -144,7 +144,7 @@ async def test_a_stale_group_starts_again_with_the_weights_of_the_sync_that_foll
     assert recovered.state.restarted == {0}, "a resumed run would not know that it was started again"
 
 
-async def test_a_group_of_which_no_token_could_be_trained_is_generated_again_though_others_are_masked(tmp_path: Path):
+async def test_fully_stale_group_is_regenerated_under_mask_policy(tmp_path: Path):
     """Its tokens are of the start, and its environment answers two steps later."""
     answered = asyncio.Event()
 
@@ -170,7 +170,7 @@ async def test_a_group_of_which_no_token_could_be_trained_is_generated_again_tho
     assert killed.state.restarted == {0} and killed.groups[0].oldest_version == 2
 
 
-async def test_a_late_group_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_timed_out_group_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also one whose generator does not stop when it is cancelled."""
     monkeypatch.setattr(pool_module, "_GRACE_SECONDS", 0.05)
 
@@ -188,7 +188,7 @@ async def test_a_late_group_is_replaced(tmp_path: Path, monkeypatch: pytest.Monk
     assert run.trained == Counter({*range(14)} - {1, 3})
 
 
-async def test_a_group_that_raises_is_replaced(tmp_path: Path):
+async def test_failing_group_is_replaced(tmp_path: Path):
     async def generate(ticket: int) -> RolloutBatch:
         if ticket % 5 == 1:
             raise KeyError("my bug")
@@ -199,7 +199,7 @@ async def test_a_group_that_raises_is_replaced(tmp_path: Path):
     assert sum(run.trained.values()) == 12 and not any(ticket % 5 == 1 for ticket in run.trained)
 
 
-async def test_groups_that_all_fail_end_the_run_with_the_cause(tmp_path: Path):
+async def test_run_error_names_cause_when_all_groups_fail(tmp_path: Path):
     async def generate(ticket: int) -> RolloutBatch:
         raise KeyError("my bug")
 
@@ -209,7 +209,7 @@ async def test_groups_that_all_fail_end_the_run_with_the_cause(tmp_path: Path):
         await Run(tmp_path, limits(), generate).train()
 
 
-async def test_an_error_that_ends_the_run_does_so_while_the_trainer_computes(tmp_path: Path):
+async def test_fatal_error_interrupts_training_computation(tmp_path: Path):
     async def generate(ticket: int) -> RolloutBatch:
         if ticket > 2:
             raise ConfigError("no such environment")
@@ -223,7 +223,7 @@ async def test_an_error_that_ends_the_run_does_so_while_the_trainer_computes(tmp
             await Run(tmp_path, limits(), generate).train(compute)
 
 
-async def test_a_generator_that_returns_two_groups_is_named(tmp_path: Path):
+async def test_generator_returning_two_groups_is_named(tmp_path: Path):
     async def generate(ticket: int) -> RolloutBatch:
         return RolloutBatch([*group_of(ticket).groups, *group_of(ticket + 1).groups])
 
@@ -231,18 +231,18 @@ async def test_a_generator_that_returns_two_groups_is_named(tmp_path: Path):
         await Run(tmp_path, limits(), generate).train()
 
 
-async def test_groups_that_are_filtered_give_their_place_to_others(tmp_path: Path):
+async def test_filtered_groups_are_replaced(tmp_path: Path):
     run = Run(tmp_path, limits(order="exact"), keep=lambda group: group.uid != "prompt-3", max_filtered=4)
     await run.train()
     assert sum(run.trained.values()) == 12 and not any(ticket % 6 == 3 for ticket in run.trained)
 
 
-async def test_too_many_filtered_groups_end_the_run(tmp_path: Path):
+async def test_too_many_filtered_groups_end_run(tmp_path: Path):
     with pytest.raises(SkyRLError, match=r"5 groups in a row have samples with the same reward"):
         await Run(tmp_path, limits(), keep=lambda group: False, max_filtered=4).train()
 
 
-async def test_a_full_disk_ends_the_run_with_the_name_of_the_journal(tmp_path: Path):
+async def test_full_disk_ends_run_and_names_journal(tmp_path: Path):
     before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
     run = Run(tmp_path, limits())
@@ -256,14 +256,14 @@ async def test_a_full_disk_ends_the_run_with_the_name_of_the_journal(tmp_path: P
     assert run.trained == Counter(range(12))
 
 
-async def test_the_journal_of_another_experiment_is_not_used(tmp_path: Path):
+async def test_journal_of_other_experiment_is_ignored(tmp_path: Path):
     run = Run(tmp_path, limits())
     await run.train()
     journal = RolloutJournal(tmp_path / "journal.jsonl", EXPERIMENT | {"trainer.seed": 1})
     assert journal.recover(ScheduleState()).groups == {} and not journal.path.exists()
 
 
-async def test_groups_come_back_from_the_journal_as_they_were(tmp_path: Path):
+async def test_groups_round_trip_through_journal(tmp_path: Path):
     """Groups are equal to the last bit, with NaN and infinity and with metrics that are NumPy numbers."""
     run = Run(tmp_path, limits(total_steps=1))
     async with run.pool() as pool:
@@ -319,7 +319,7 @@ async def killed_after(run: Run, ticks: int) -> bool:
     return not task.cancelled()
 
 
-async def test_cancellation_at_each_await_ends_everything_and_loses_nothing(tmp_path: Path):
+async def test_cancellation_at_each_await_ends_tasks_and_keeps_groups(tmp_path: Path):
     for ticks in range(1000):
         run = Run(tmp_path / str(ticks), limits())
         was_whole = await killed_after(run, ticks)
@@ -333,7 +333,9 @@ async def test_cancellation_at_each_await_ends_everything_and_loses_nothing(tmp_
 
 @given(data=st.data())
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_kills_train_each_group_once(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
+def test_each_group_is_trained_once_after_arbitrary_kills(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+):
     """The journal is cut at any byte behind the last checkpoint, as by a kill of the process."""
     order = data.draw(st.sampled_from(["finished", "oldest", "exact"]))
     on_stale = data.draw(st.sampled_from(["drop", "regenerate", "mask"]))
@@ -366,7 +368,7 @@ def test_any_kills_train_each_group_once(tmp_path_factory: pytest.TempPathFactor
         assert run.steps == [[2 * i, 2 * i + 1] for i in range(6)]
 
 
-async def test_a_finished_group_is_not_generated_again_after_a_kill(tmp_path: Path):
+async def test_finished_group_is_not_regenerated_after_kill(tmp_path: Path):
     generated = Counter[int]()
 
     async def generate(ticket: int) -> RolloutBatch:

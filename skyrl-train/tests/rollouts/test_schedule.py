@@ -33,7 +33,7 @@ def start_all(scheduler: GroupScheduler) -> list[int]:
     return tickets
 
 
-def test_slots_are_those_of_staleness_plus_one_steps():
+def test_slots_cover_staleness_plus_1_steps():
     scheduler = GroupScheduler(limits(max_running=100))
     assert start_all(scheduler) == list(range(3 * M))
     for ticket in range(M):
@@ -62,7 +62,7 @@ def test_staleness_zero_alternates_between_generating_and_training():
     ("order", "expected"),
     [("finished", [7, 6, 5, 4]), ("oldest", [1, 4, 5, 6]), ("exact", None)],
 )
-def test_order_of_training(order, expected):
+def test_next_batch_follows_order_setting(order, expected):
     scheduler = GroupScheduler(limits(order=order))
     assert start_all(scheduler) == list(range(8))
     for ticket in (7, 6, 5, 4, 1):
@@ -70,7 +70,7 @@ def test_order_of_training(order, expected):
     assert scheduler.next_batch() == expected
 
 
-def test_exact_order_waits_for_a_group_that_is_to_be_started_again():
+def test_exact_order_waits_for_group_to_restart():
     scheduler = GroupScheduler(
         limits(order="exact"), ScheduleState(next_ticket=5, finished={1: 0, 2: 0, 3: 0, 4: 0}, waiting=[0])
     )
@@ -81,7 +81,7 @@ def test_exact_order_waits_for_a_group_that_is_to_be_started_again():
 
 
 @pytest.mark.parametrize("end", ["failed", "filtered"])
-def test_slot_of_a_failed_or_filtered_group_goes_to_the_next_one(end):
+def test_slot_of_failed_or_filtered_group_is_reused(end):
     scheduler = GroupScheduler(limits(max_staleness_steps=0))
     assert start_all(scheduler) == [0, 1, 2, 3]
     if end == "filtered":
@@ -105,7 +105,7 @@ def train_others(scheduler: GroupScheduler, slow: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("on_stale", ["regenerate", "drop", "mask"])
-def test_group_that_has_become_too_old(on_stale):
+def test_stale_group_is_handled_by_on_stale_setting(on_stale):
     scheduler = GroupScheduler(limits(on_stale=on_stale, groups_per_epoch=400))
     train_others(scheduler, slow=0, steps=3)
     assert scheduler.age(0) == 3
@@ -118,7 +118,7 @@ def test_group_that_has_become_too_old(on_stale):
     assert (scheduler.start() == 0) == (on_stale == "regenerate")
 
 
-def test_group_without_a_token_that_may_be_trained_is_started_again_although_others_are_masked():
+def test_fully_stale_group_is_restarted_under_mask_policy():
     scheduler = GroupScheduler(limits(on_stale="mask", groups_per_epoch=400))
     train_others(scheduler, slow=0, steps=3)
     scheduler.finished(0, version=0)
@@ -126,7 +126,7 @@ def test_group_without_a_token_that_may_be_trained_is_started_again_although_oth
     assert scheduler.start() == 0
 
 
-def test_dropped_group_comes_again_at_the_end_of_its_epoch():
+def test_dropped_group_is_rescheduled_at_epoch_end():
     scheduler = GroupScheduler(limits(on_stale="drop", max_running=6))
     train_others(scheduler, slow=0, steps=3)
     scheduler.take_stale()
@@ -139,7 +139,7 @@ def test_dropped_group_comes_again_at_the_end_of_its_epoch():
     assert max(tickets[: tickets.index(0)]) == 19
 
 
-def test_restarted_group_is_waited_for():
+def test_scheduler_waits_for_restarted_group():
     scheduler = GroupScheduler(limits(on_stale="regenerate"))
     train_others(scheduler, slow=0, steps=3)
     scheduler.take_stale()
@@ -154,7 +154,7 @@ def test_restarted_group_is_waited_for():
     assert scheduler.next_batch()[0] == 0
 
 
-def test_groups_restarted_together_are_waited_for_in_time_and_restarted_once():
+def test_groups_restarted_together_are_restarted_once():
     """Eight groups begin anew on version 3 and must be trained at the latest by the step after five others: that step
     has four places, so the one before takes the other four."""
     scheduler = GroupScheduler(limits(on_stale="regenerate", max_running=12))
@@ -185,7 +185,7 @@ def test_groups_restarted_together_are_waited_for_in_time_and_restarted_once():
     assert scheduler.take_stale() == [] and max(map(scheduler.age, scheduler.finished_groups), default=0) <= 2
 
 
-def test_state_of_a_checkpoint_starts_running_groups_again():
+def test_checkpoint_state_restarts_running_groups():
     scheduler = GroupScheduler(limits())
     start_all(scheduler)
     for ticket in (3, 1):
@@ -245,7 +245,7 @@ def simulate(limits: ScheduleLimits, seed: int, *, p_fail: float = 0.0, p_filter
 @pytest.mark.parametrize(
     ("order", "on_stale"), [("exact", "drop"), *product(["finished", "oldest"], ["drop", "regenerate", "mask"])]
 )
-def test_no_group_older_than_the_bound_in_ten_thousand_steps(order, on_stale):
+def test_group_age_stays_within_bound_over_ten_thousand_steps(order, on_stale):
     bounds = limits(order=order, on_stale=on_stale, total_steps=10_000, groups_per_epoch=400, max_running=12)
     trained, ages, _ = simulate(bounds, seed=0)
     assert max(ages) <= bounds.max_staleness_steps
@@ -258,7 +258,9 @@ def test_no_group_older_than_the_bound_in_ten_thousand_steps(order, on_stale):
     p_fail=st.sampled_from([0.0, 0.2]), p_filter=st.sampled_from([0.0, 0.3]),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
-def test_any_schedule_ends_within_its_bounds(staleness, running, order, on_stale, seed, epochs, p_fail, p_filter):
+def test_schedule_finishes_within_bounds_for_any_settings(
+    staleness, running, order, on_stale, seed, epochs, p_fail, p_filter
+):
     bounds = limits(
         max_staleness_steps=staleness, max_running=running, order=order, on_stale=on_stale, groups_per_epoch=epochs * M,
         total_steps=30,
@@ -273,7 +275,7 @@ def test_any_schedule_ends_within_its_bounds(staleness, running, order, on_stale
 @pytest.mark.parametrize(
     ("order", "on_stale"), [("exact", "mask"), *product(["finished", "oldest"], ["drop", "regenerate", "mask"])]
 )
-def test_every_prompt_is_trained_as_often_as_any_other(order, on_stale):
+def test_all_prompts_are_trained_equally_often(order, on_stale):
     """Groups that are unfinished at the end are the only exception: long responses are not trained less often."""
     bounds = limits(order=order, on_stale=on_stale, groups_per_epoch=40, total_steps=400)
     trained, _, most_slots = simulate(bounds, seed=3)

@@ -46,7 +46,7 @@ def settings_of(line: str) -> SkyRLConfig:
 
 
 @pytest.mark.parametrize("changes", [{}, {"gpus": "4", "engines": "4"}, {"lengths": "10:1"}])
-def test_printed_line_of_the_best_choice_is_a_valid_configuration(changes: dict[str, str], capsys: Any):
+def test_printed_best_choice_is_valid_configuration(changes: dict[str, str], capsys: Any):
     assert main(arguments(**changes)) == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("trainer.fully_async")]
     settings = settings_of(line).trainer.fully_async
@@ -55,7 +55,7 @@ def test_printed_line_of_the_best_choice_is_a_valid_configuration(changes: dict[
     assert ("policy_loss_type=decoupled_ppo" if settings.max_staleness_steps > 1 else "tis_ratio_type=token") in line
 
 
-def test_table_has_all_schedules_and_counts_no_masked_group(capsys: Any):
+def test_table_has_all_schedules_and_excludes_masked_groups(capsys: Any):
     started = time.process_time()
     assert main(arguments()) == 0
     assert time.process_time() - started < 5
@@ -76,7 +76,7 @@ def test_gpus_are_split_between_engines_and_training(capsys: Any):
     assert int(engines) + int(training) == 4 and f"generator.num_inference_engines={engines}" in out
 
 
-def test_maximum_of_a_function_with_one_peak():
+def test_maximum_of_unimodal_function_is_found():
     for peak in range(16):
         asked: set[int] = set()
         assert find_maximum(lambda x, peak=peak, asked=asked: asked.add(x) or -abs(x - peak), 16, 8, 4) == peak
@@ -91,7 +91,7 @@ def test_maximum_of_a_function_with_one_peak():
         ({"gpus": "5"}, "multiple of the number of engines"),
     ],
 )
-def test_wrong_options_are_named(changes, message, capsys):
+def test_invalid_options_are_named(changes, message, capsys):
     assert main(arguments(**changes)) == 2
     assert message in capsys.readouterr().err
 
@@ -121,7 +121,7 @@ def asynchronous_run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_folder_of_an_asynchronous_run_is_replayed(asynchronous_run: Path, capsys: Any):
+def test_folder_of_async_run_is_replayed(asynchronous_run: Path, capsys: Any):
     assert replay(asynchronous_run) == pytest.approx((1 / 6, 2 / 6))
     assert main([str(asynchronous_run)]) == 0
     out = capsys.readouterr().out
@@ -129,12 +129,12 @@ def test_folder_of_an_asynchronous_run_is_replayed(asynchronous_run: Path, capsy
     assert "2 s a group (at most 2); training 3 s a step, weight sync 1 s" in out
 
 
-def test_gpus_cannot_be_split_by_durations_of_groups(asynchronous_run: Path, capsys: Any):
+def test_gpu_split_is_refused_for_group_durations(asynchronous_run: Path, capsys: Any):
     assert main([str(asynchronous_run), "--gpus", "4"]) == 2
     assert "durations of groups alone" in capsys.readouterr().err
 
 
-def test_times_of_environments_are_those_of_the_run(tmp_path: Path):
+def test_environment_times_are_read_from_run(tmp_path: Path):
     """An engine takes 0.1 s a token. One sample of four waits for its environment for 6 s, the others not at all: the
     synchronous step takes as long as the slow one."""
     cfg = SkyRLConfig()
@@ -158,13 +158,13 @@ def test_times_of_environments_are_those_of_the_run(tmp_path: Path):
     assert simulate_synchronous(workload).run.samples_per_second == pytest.approx(4 / 7.5, rel=0.1)
 
 
-def test_cost_of_an_iteration_is_fitted():
+def test_iteration_cost_is_fitted():
     equations = [(x, y, 0.5 * x + 0.01 * y) for x, y in [(10, 100), (20, 120), (15, 300)]]
     assert fit_iteration(equations) == pytest.approx((0.5, 0.01))
     assert fit_iteration([(10, 100, 5.0), (10, 100, 7.0)]) == pytest.approx((0.6, 0.0))  # nothing tells them apart
 
 
-def test_workload_of_a_run_folder(tmp_path, capsys):
+def test_workload_is_read_from_run_folder(tmp_path, capsys):
     cfg = SkyRLConfig()
     cfg.trainer.train_batch_size, cfg.generator.num_inference_engines = 2, 1
     cfg.trainer.algorithm.policy_loss_type = "gspo"

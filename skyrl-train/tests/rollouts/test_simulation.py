@@ -27,7 +27,7 @@ def costs(**changes) -> Costs:
 GROUP = [SampleCost(4), SampleCost(8)]
 
 
-def test_synchronous_step_is_the_longest_sample_and_the_training_and_the_sync():
+def test_synchronous_step_is_longest_sample_plus_training_and_sync():
     run = Simulation(limits(), [GROUP], costs()).simulate()
     assert run.seconds == pytest.approx(10 * (8 * 0.5 + 3 + 1))
     assert run.num_samples == [4] * 10
@@ -37,13 +37,13 @@ def test_synchronous_step_is_the_longest_sample_and_the_training_and_the_sync():
     assert (run.trainer_wait_seconds, run.queue_seconds) == pytest.approx((8 * 0.5, 0))
 
 
-def test_groups_in_order_are_those_of_a_run_that_was_measured():
+def test_in_order_simulation_uses_measured_groups():
     groups = [[SampleCost(1, wait_seconds=float(i))] for i in range(20)]
     run = Simulation(limits(), groups, costs(), in_order=True).simulate()
     assert run.seconds == pytest.approx(sum(2 * step + 1 for step in range(10)) + 10 * (0.5 + 3 + 1))
 
 
-def test_a_sync_every_second_step_is_paid_every_second_step():
+def test_sync_cost_is_paid_at_sync_interval():
     """The second of two steps that hold the groups of two versions finds its groups finished."""
     schedule = limits(max_staleness_steps=1, max_running=4)
     run = Simulation(schedule, [GROUP], costs(), sync_every_steps=2).simulate()
@@ -56,18 +56,18 @@ def test_iteration_is_slower_with_more_sequences():
     assert run.seconds == pytest.approx(10 * (4 * (0.5 + 4 * 0.25) + 4 * (0.5 + 2 * 0.25) + 3 + 1))
 
 
-def test_sequences_beyond_the_limit_of_an_engine_wait():
+def test_sequences_over_engine_limit_wait():
     run = Simulation(limits(), [GROUP], costs(max_sequences=1)).simulate()
     assert run.seconds == pytest.approx(10 * (24 * 0.5 + 3 + 1))
 
 
-def test_waiting_of_environments_occupies_no_engine():
+def test_environment_wait_does_not_occupy_engine():
     group = [SampleCost(4, wait_seconds=10.0), SampleCost(8)]
     run = Simulation(limits(), [group], costs()).simulate()
     assert run.seconds == pytest.approx(10 * (4 * 0.5 + 10 + 3 + 1))
 
 
-def test_generating_ahead_hides_the_shorter_side():
+def test_generating_ahead_hides_shorter_side():
     """Generating a step's groups takes 4 s, training 3 s, the sync 1 s: in the long run generating and syncs remain."""
     run = Simulation(limits(max_staleness_steps=1, max_running=2, total_steps=200), [GROUP], costs()).simulate()
     assert run.seconds / 200 == pytest.approx(4 + 1, rel=0.05)
@@ -83,7 +83,7 @@ def of_one_slow_group(on_stale: OnStale, slow: SampleCost = ONE_SLOW[0][0]) -> S
     return Simulation(schedule, [[slow], *ONE_SLOW[1:]], costs(), in_order=True).simulate()
 
 
-def test_masked_group_does_not_count_as_throughput():
+def test_masked_group_is_excluded_from_throughput():
     """Three syncs stop the slow group for 3 s: the last step begins at 53 s with it, which is 3 steps old."""
     run = of_one_slow_group("mask")
     assert run.step_ends == pytest.approx([4.5, 9, 13.5, 57])
@@ -94,7 +94,7 @@ def test_masked_group_does_not_count_as_throughput():
     assert run.queue_seconds == pytest.approx((4.5 + 4.5 + 43.5) / 8)
 
 
-def test_masked_group_without_a_token_that_is_young_enough_is_generated_again():
+def test_fully_stale_masked_group_is_regenerated():
     """Its one token is there at 0.5 s, its environment answers at 50 s, after three steps, and again at 100 s."""
     run = of_one_slow_group("mask", SampleCost(1, wait_seconds=49.5))
     assert run.step_ends == pytest.approx([4.5, 9, 13.5, 104])
@@ -102,13 +102,13 @@ def test_masked_group_without_a_token_that_is_young_enough_is_generated_again():
     assert (run.num_masked, run.num_restarted, run.ages) == (0, 1, {0: 5, 1: 3})
 
 
-def test_masked_group_whose_duration_alone_is_known_has_a_token_at_its_end():
+def test_masked_group_with_only_duration_has_token_at_end():
     run = of_one_slow_group("mask", SampleCost(0, wait_seconds=50))
     assert run.step_ends == pytest.approx([4.5, 9, 13.5, 54])
     assert (run.num_masked, run.num_restarted, run.ages) == (1, 0, {0: 4, 1: 3, 3: 1})
 
 
-def test_stale_group_is_generated_again_and_waited_for():
+def test_stale_group_is_regenerated_and_waited_for():
     """The group restarts at 9 s, with the weights of two steps, and is waited for until 60 s (a sync stops it for 1
     s).
     """
@@ -120,7 +120,7 @@ def test_stale_group_is_generated_again_and_waited_for():
 
 
 @pytest.mark.parametrize("repeatability, is_slow_again", [(1.0, True), (0.0, False)])
-def test_group_generated_anew_is_slow_again_as_far_as_durations_repeat(repeatability: float, is_slow_again: bool):
+def test_regenerated_group_duration_follows_repeatability(repeatability: float, is_slow_again: bool):
     schedule = limits(max_staleness_steps=1, max_running=4, order="finished", total_steps=40, groups_per_epoch=80)
     groups = [[SampleCost(200)], *[[SampleCost(4)]] * 79]
     run = Simulation(schedule, groups, costs(repeatability=repeatability), in_order=True).simulate()
@@ -128,7 +128,7 @@ def test_group_generated_anew_is_slow_again_as_far_as_durations_repeat(repeatabi
     assert (run.seconds > 200) == is_slow_again
 
 
-def test_share_of_variance_between_groups():
+def test_between_group_variance_share_is_computed():
     assert compute_between_fraction([[1.0, 1.0], [5.0, 5.0]]) == 1.0
     assert compute_between_fraction([[1.0, 5.0], [1.0, 5.0]]) == 0.0
     # Mean squares: 2 * (1 + 1) / 1 between, (0.5 + 0.5) / 2 within; (4 - 0.5) / (4 + 0.5).
@@ -137,7 +137,7 @@ def test_share_of_variance_between_groups():
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "regenerate", "mask"])
-def test_one_long_group_in_sixteen_holds_nobody_up_in_asynchronous_training(on_stale):
+def test_rare_long_group_does_not_block_async_training(on_stale):
     groups = [[SampleCost(4), SampleCost(4)]] * 15 + [[SampleCost(4), SampleCost(40)]]
     synchronous = Simulation(limits(total_steps=200, groups_per_step=8, max_running=8), groups, costs()).simulate()
     bounds = limits(

@@ -31,7 +31,7 @@ def assert_learns(steps: list[dict[str, float]], num_steps: int = 2) -> None:
 
 
 @pytest.mark.full  # test_exact_resume.py trains PPO with a critic
-def test_ppo_with_a_critic_on_two_ranks_each_packed_by_tokens(chat_model, settings, run, tmp_path: Path):
+def test_ppo_with_critic_trains_on_two_ranks_with_token_packing(chat_model, settings, run, tmp_path: Path):
     """Three prompts of five samples: 15 rows, which divide by nothing here."""
     changes: dict[str, Any] = {
         "trainer": {
@@ -59,7 +59,7 @@ def test_ppo_with_a_critic_on_two_ranks_each_packed_by_tokens(chat_model, settin
 
 
 @pytest.mark.slow
-def test_dynamic_sampling_with_a_loss_that_chooses_tokens_and_kl_in_the_reward(settings, run, tmp_path: Path):
+def test_dynamic_sampling_works_with_token_selecting_loss_and_kl_in_reward(settings, run, tmp_path: Path):
     changes: dict[str, Any] = {
         "trainer": {
             "algorithm": {
@@ -88,7 +88,7 @@ def test_dynamic_sampling_with_a_loss_that_chooses_tokens_and_kl_in_the_reward(s
 
 
 @pytest.mark.slow
-def test_a_policy_for_which_all_prompts_are_the_same_ends_the_run_with_advice(settings, run, tmp_path: Path):
+def test_dynamic_sampling_error_gives_advice_when_no_group_is_informative(settings, run, tmp_path: Path):
     changes: dict[str, Any] = {
         "trainer": {"algorithm": {"dynamic_sampling": {"type": "filter", "max_sample_batches": 2}}},
         "generator": {"sampling_params": {"max_generate_length": 1}},  # a character is all different; an end is not
@@ -98,7 +98,7 @@ def test_a_policy_for_which_all_prompts_are_the_same_ends_the_run_with_advice(se
 
 
 @pytest.mark.slow
-def test_adapters_with_a_correction_for_the_engine(settings, run, tmp_path: Path):
+def test_lora_trains_with_off_policy_correction(settings, run, tmp_path: Path):
     changes: dict[str, Any] = {
         "trainer": {
             "policy": {"model": {"lora": {"rank": 4, "alpha": 8}}},
@@ -122,7 +122,7 @@ def test_adapters_with_a_correction_for_the_engine(settings, run, tmp_path: Path
 
 
 @pytest.mark.parametrize("merge", [False, True])
-def test_turns_as_samples(merge: bool, settings, run, tmp_path: Path):
+def test_step_wise_samples_train(merge: bool, settings, run, tmp_path: Path):
     """Trajectories of one to three turns: the number of rows is what it happens to be."""
     changes: dict[str, Any] = {
         "environment": {"env_class": "up_to_three_turns"},
@@ -141,7 +141,7 @@ def test_turns_as_samples(merge: bool, settings, run, tmp_path: Path):
     assert (len(rows) == 16) if merge else (len(rows) > 16)
 
 
-def test_the_reference_becomes_the_policy_after_every_epoch_but_the_last(settings, run, tmp_path: Path):
+def test_reference_is_updated_after_each_epoch_except_last(settings, run, tmp_path: Path):
     """Eight prompts a step are two steps an epoch. Just after an update the reference is what the engines hold, so the
     divergence of the first optimizer step is 0; it grows from there."""
     changes: dict[str, Any] = {
@@ -165,9 +165,7 @@ def test_the_reference_becomes_the_policy_after_every_epoch_but_the_last(setting
 
 
 @pytest.mark.slow
-def test_a_mixture_of_experts_is_trained_and_its_balance_is_seen(
-    chat_model, save_mixture, settings, run, tmp_path: Path
-):
+def test_mixture_of_experts_trains_and_reports_load_balance(chat_model, save_mixture, settings, run, tmp_path: Path):
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
     tokenizer.save_pretrained(tmp_path / "experts")
     folder = save_mixture(tmp_path / "experts", vocab_size=len(tokenizer), hidden_size=32, max_position_embeddings=256)

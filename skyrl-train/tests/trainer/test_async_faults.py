@@ -180,14 +180,14 @@ def num_steps_of(cfg: SkyRLConfig) -> int:
     ],
 )
 @pytest.mark.parametrize("every", [40, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
-async def test_a_fault_at_an_await_ends_the_run_and_loses_nothing(
+async def test_run_fault_at_any_await_loses_no_groups(
     make_settings: Any, schedule: Mapping[str, str], faults: list[Fault], every: int
 ):
     """The faults alternate from place to place, in the other order with the other schedule."""
     await disturb_each_place(make_settings, schedule, faults, every)
 
 
-async def test_a_fault_at_an_await_of_a_group_replaces_the_group(make_settings: Any, monkeypatch: pytest.MonkeyPatch):
+async def test_group_fault_at_any_await_replaces_group(make_settings: Any, monkeypatch: pytest.MonkeyPatch):
     """One group after the other, at each place that any of them waits at."""
     happened: list[Place] = []
     original = FullyAsyncRayPPOTrainer.generate_group

@@ -132,9 +132,7 @@ def killed_run(settings: Any, tmp_path: Path) -> Any:
     ],
     ids=["staleness 0", "one step off", "a sync every second step"],
 )
-def test_a_run_that_does_not_depend_on_the_clock_goes_on_bit_for_bit(
-    killed_run: Any, schedule: dict[str, Any], num_kills: int
-):
+def test_exact_order_run_resumes_bitwise_after_kill(killed_run: Any, schedule: dict[str, Any], num_kills: int):
     whole, killed = killed_run("whole", **schedule), killed_run("killed", **schedule)
     whole.run_whole()
     killed.run_with_kills(num_kills)
@@ -147,9 +145,7 @@ def test_a_run_that_does_not_depend_on_the_clock_goes_on_bit_for_bit(
 @pytest.mark.parametrize(
     "on_stale", ["regenerate", *(pytest.param(name, marks=pytest.mark.full) for name in ("drop", "mask"))]
 )
-def test_a_run_that_depends_on_the_clock_trains_every_sample_once_an_epoch(
-    killed_run: Any, on_stale: str, num_kills: int
-):
+def test_killed_run_trains_each_sample_once_per_epoch(killed_run: Any, on_stale: str, num_kills: int):
     run = killed_run("killed", order="finished", on_stale=on_stale)
     run.run_with_kills(num_kills)
     trained = trained_samples(run.cfg)
@@ -159,7 +155,7 @@ def test_a_run_that_depends_on_the_clock_trains_every_sample_once_an_epoch(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_killed_run_generates_anew_at_another_temperature(killed_run: Any) -> None:
+def test_killed_run_regenerates_groups_when_temperature_changes(killed_run: Any) -> None:
     run = killed_run("killed", order="finished")
     folder, process = RunFolder(run.cfg.trainer.run_dir), run.start()
     deadline = time.monotonic() + 120
@@ -181,7 +177,7 @@ def test_killed_run_generates_anew_at_another_temperature(killed_run: Any) -> No
 @pytest.mark.full
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("role", ["driver", "WorkerProcess", "EngineProcess"])
-def test_thirty_kills_under_ray_train_every_sample_once_an_epoch(killed_run: Any, role: str):
+def test_thirty_kills_under_ray_train_each_sample_once_per_epoch(killed_run: Any, role: str):
     """Ten of the driver, ten of a worker, ten of an engine."""
     run = killed_run("killed", order="finished", launcher="ray")
     run.run_with_kills(10, role)

@@ -53,7 +53,7 @@ def hashes_of(cfg: SkyRLConfig) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_checkpoint_has_the_bits_of_its_step_though_training_goes_on(
+def test_background_checkpoint_keeps_step_bits_while_training_continues(
     settings: Any, run: Any, tmp_path: Path, slow_writes: list[str]
 ):
     background = settings(tmp_path / "background", {"trainer": IN_BACKGROUND | {"ckpt_interval": 2}})
@@ -74,7 +74,7 @@ def test_checkpoint_has_the_bits_of_its_step_though_training_goes_on(
     assert steps_of(resumed) == steps_of(at_once)[2:]
 
 
-def test_failed_write_ends_the_run_with_the_checkpoint_before(
+def test_failed_background_write_ends_run_and_keeps_previous_checkpoint(
     settings: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     original = checkpoint.write_durably
@@ -105,7 +105,7 @@ class ImpatientExperiment(BasePPOExp):
         return ImpatientTrainer(**parts)
 
 
-def test_write_that_does_not_end_is_an_error(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_background_write_timeout_raises(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     released = threading.Event()
     monkeypatch.setattr(checkpoint, "write_durably", lambda *_: released.wait(60))
     cfg = settings(tmp_path, {"trainer": IN_BACKGROUND})
@@ -115,7 +115,7 @@ def test_write_that_does_not_end_is_an_error(settings: Any, tmp_path: Path, monk
     assert steps_of_checkpoints(cfg) == []
 
 
-def test_journal_is_shortened_when_the_checkpoint_is_complete(
+def test_journal_is_compacted_after_checkpoint_completes(
     settings: Any, run: Any, tmp_path: Path, slow_writes: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     """Every time the journal is shortened, the checkpoint of the marked state is complete; later decisions stay in the
@@ -151,9 +151,7 @@ class FailingExperiment(BasePPOExp):
         return FailingTrainer(**parts)
 
 
-def test_run_that_fails_while_a_checkpoint_is_written_completes_it(
-    settings: Any, tmp_path: Path, slow_writes: list[str]
-):
+def test_failing_run_completes_pending_checkpoint(settings: Any, tmp_path: Path, slow_writes: list[str]):
     cfg = settings(tmp_path, {"trainer": IN_BACKGROUND | {"ckpt_interval": 2}})
     with pytest.raises(ZeroDivisionError):
         FailingExperiment(cfg).run()
@@ -161,7 +159,7 @@ def test_run_that_fails_while_a_checkpoint_is_written_completes_it(
     verify(tmp_path / "ckpts" / "global_step_2")
 
 
-async def test_saver_waits_for_nothing_when_nothing_is_saved():
+async def test_saver_does_not_wait_when_idle():
     saver = CheckpointSaver(None, in_background=True, timeout_seconds=1)  # type: ignore[arg-type]
     await asyncio.wait_for(saver.wait(), 1)
     await asyncio.wait_for(saver.raise_failure(), 1)

@@ -45,7 +45,7 @@ def first_tokens(batch: TrainingInputBatch, name: str = "advantages") -> list[fl
     return batch.tensor(name)[:, 0].tolist()
 
 
-def test_failed_rollout_enters_no_baseline():
+def test_failed_rollout_is_excluded_from_baseline():
     """Rewards 1, 0, 0 and one that failed: their mean is 1/3 and their standard deviation sqrt(1/3)."""
     batch = batch_of([2, 1, 2, 2], [1, 0, 0, NAN], ["a"] * 4, [True, True, True, False])
     prepared, metrics = prepare(batch, settings())
@@ -66,7 +66,7 @@ def test_rollout_gap_beyond_staleness_ends_run():
     assert metrics["policy/rollout_train_logprobs_abs_diff_mean"] == 6
 
 
-def test_only_survivor_of_a_group_leaves_the_loss_mask():
+def test_single_successful_sample_of_group_is_masked():
     """GRPO's rule for a group of one would give it its whole reward as advantage."""
     batch = batch_of([1] * 4, [5, 0, 1, 0], ["a", "a", "b", "b"], [True, False, True, True])
     prepared, metrics = prepare(batch, settings())
@@ -100,7 +100,7 @@ def test_batch_without_trained_tokens_has_finite_advantages_and_metrics():
         (12, 2.0),  # over it: never more
     ],
 )
-def test_overlong_penalty_rises_linearly_over_the_buffer(length: int, penalty: float):
+def test_overlong_penalty_rises_linearly_over_buffer(length: int, penalty: float):
     """DAPO, equation 13, with a limit of 10 tokens."""
     cfg = settings({"overlong_buffer": {"len": 4, "penalty_factor": 2.0}}, sampling_params={"max_generate_length": 10})
     batch = batch_of([length, 12], [1.0, 0.0], ["a", "a"])
@@ -124,7 +124,7 @@ def test_overlong_penalty_rises_linearly_over_the_buffer(length: int, penalty: f
         ("context", 2048, 8192, 1.0),
     ],
 )
-def test_overlong_penalty_counts_the_response_or_the_whole_context(counts, prompt, length, penalty):
+def test_overlong_penalty_counts_response_or_full_context(counts, prompt, length, penalty):
     algorithm = {"overlong_buffer": {"len": 4096, "counts": counts}}
     cfg = settings(algorithm, sampling_params={"max_generate_length": 8192}, max_input_length=2048)
     attention_mask = torch.zeros(1, 2048 + length, dtype=torch.long)
@@ -134,7 +134,7 @@ def test_overlong_penalty_counts_the_response_or_the_whole_context(counts, promp
     assert prepared["rewards"][0, length - 1].item() == pytest.approx(1.0 - penalty, abs=1e-6)
 
 
-def test_kl_in_reward_is_subtracted_per_token_of_the_loss_mask():
+def test_kl_in_reward_is_subtracted_per_unmasked_token():
     """k1 with log-probs -1 and -2 against -1.5 and -3: 0.5 and 1, at a coefficient of 0.1."""
     cfg = settings({"use_kl_in_reward": True, "use_kl_loss": False, "kl_estimator_type": "k1"})
     batch = batch_of(
@@ -160,7 +160,7 @@ def test_zero_variance_filter_masks_groups_with_equal_scores():
     assert metrics["loss/zero_variance_share"] == pytest.approx(1 / 3)
 
 
-def test_zero_variance_filter_ignores_the_kl_penalty():
+def test_zero_variance_filter_ignores_kl_penalty():
     """The penalty differs from sample to sample, so with it no group would ever be filtered."""
     cfg = settings({"zero_variance_filter": True, "use_kl_in_reward": True, "use_kl_loss": False})
     log_probs = torch.tensor([[-1.0], [-2.0]])
@@ -170,7 +170,7 @@ def test_zero_variance_filter_ignores_the_kl_penalty():
     assert prepared["loss_mask"].sum() == 0
 
 
-def test_tokens_masked_by_correction_leave_loss_and_denominators():
+def test_correction_mask_removes_tokens_from_loss_and_denominators():
     """Ratios 1 and e^2 with a token threshold of 5: the second token goes; the weights are the ratios up to 2."""
     correction = {"token_mask_is_threshold_high": 5.0, "tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.0}
     batch = batch_of(
@@ -188,7 +188,7 @@ def test_tokens_masked_by_correction_leave_loss_and_denominators():
     assert metrics["policy/loss_metrics/token_mask_over_high_ratio"] == pytest.approx(1 / 3)
 
 
-def test_token_masked_by_correction_does_not_split_its_turn():
+def test_correction_mask_does_not_split_turns():
     """One turn of three tokens, whose middle one is too far off: the reward at its end is still that of all of it."""
     batch = batch_of(
         [3, 3],
@@ -208,7 +208,7 @@ def test_token_masked_by_correction_does_not_split_its_turn():
     assert prepared["advantages"].tolist() == [[0.5] * 3, [-0.5] * 3]
 
 
-def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_loss_mask():
+def test_normalized_advantages_have_mean_0_and_std_1_over_loss_mask():
     batch = batch_of([2, 1, 2], [3, 0, 0], ["a", "a", "a"], [True, True, False])
     prepared, _ = prepare(batch, settings({"advantage_batch_normalize": True, "grpo_norm_by_std": False}))
     trained = prepared["advantages"][prepared["loss_mask"] > 0]
@@ -241,7 +241,7 @@ def turns_batch(estimator: str = "grpo", **changes: Any) -> tuple[TrainingInputB
     return prepare(batch, settings({"advantage_estimator": estimator, "grpo_norm_by_std": False}))
 
 
-def test_each_turn_has_the_trajectory_advantage_over_its_own_length():
+def test_each_turn_has_trajectory_advantage_over_turn_length():
     """Scores 1 and 0, so +0.5 and -0.5. (Copied from the last turn's tokens, the first turn's second and third token
     would have 0.)"""
     prepared, metrics = turns_batch()
@@ -257,7 +257,7 @@ def test_turn_grpo_compares_turns_of_equal_position():
     assert prepared["advantages"].tolist() == [[0.5, 0.5, 0.5], [0.0, 0.0, 0.0], [-0.5, -0.5, 0.0]]
 
 
-def test_turns_have_the_score_of_their_trajectory():
+def test_turns_have_score_of_trajectory():
     batch = batch_of(
         [1] * 4,
         [1, -1, 0, 3],
@@ -271,7 +271,7 @@ def test_turns_have_the_score_of_their_trajectory():
     assert metrics["loss/zero_variance_share"] == 1.0, "b: everything failed"
 
 
-def test_turns_of_one_trajectory_are_not_compared_with_each_other():
+def test_turns_of_same_trajectory_are_not_compared():
     """The others failed: there is no difference to look for, so nothing is filtered."""
     ids = {"trajectory_ids": ["a_0", "a_0", "a_1"]}
     batch = batch_of([1, 1, 1], [0, 1, 0], ["a"] * 3, [True, True, False], metadata=ids)
@@ -282,7 +282,7 @@ def test_turns_of_one_trajectory_are_not_compared_with_each_other():
 # ---- mini-batches and weights
 
 
-def test_mini_batches_hold_whole_prompts_of_any_number_of_rows():
+def test_mini_batches_keep_prompts_together_for_any_number_of_rows():
     uids = ["a", "b", "b", "a", "c", "d", "d", "d"]
     assert batch_preparation.mini_batches_of_prompts(uids, 2) == [[0, 3, 1, 2], [4, 5, 6, 7]]
     assert batch_preparation.mini_batches_of_prompts(uids, 3) == [[0, 3, 1, 2, 4], [5, 6, 7]]
@@ -298,14 +298,14 @@ def test_mini_batches_hold_whole_prompts_of_any_number_of_rows():
         ("prompt_mean", [1 / 6, 1 / 2, 1 / 2]),
     ],
 )
-def test_loss_weights_follow_the_reduction_within_each_mini_batch(reduction: Any, expected: list[float]):
+def test_loss_weights_follow_reduction_within_each_mini_batch(reduction: Any, expected: list[float]):
     batch = batch_of([3, 1, 2], [0, 0, 0], ["a", "b", "c"])
     weights = batch_preparation.loss_weights(batch, [[0, 1], [2]], reduction, max_seq_len=10)
     assert first_tokens(TrainingInputBatch(weights=weights), "weights") == pytest.approx(expected)
     assert weights[batch["loss_mask"] == 0].abs().sum() == 0
 
 
-def test_prompt_mean_weighs_prompts_equally_for_any_number_of_turns():
+def test_prompt_mean_weights_prompts_equally_for_any_number_of_turns():
     """Prompt a has rows of 3 and 1 tokens, b one of 2: each prompt's weights are a half in all."""
     batch = batch_of([3, 1, 2], [0, 0, 0], ["a", "a", "b"])
     assert batch_preparation.loss_weights(batch, [[0, 1, 2]], "prompt_mean").sum(dim=1).tolist() == pytest.approx(
@@ -316,7 +316,7 @@ def test_prompt_mean_weighs_prompts_equally_for_any_number_of_turns():
 @pytest.mark.parametrize(
     ("reduction", "of_rows"), [("sequence_mean", [3 / 8, 1 / 8, 1 / 2]), ("seq_mean_token_sum_norm", [0.15, 0.05, 0.1])]
 )
-def test_branches_of_a_trajectory_count_as_one_sequence(reduction: Any, of_rows: list[float]):
+def test_trajectory_branches_count_as_single_sequence(reduction: Any, of_rows: list[float]):
     """Trajectory a_0 has branches of 3 and 1 tokens, b_0 is one row of 2: half of the loss each, or a divisor of 2."""
     batch = batch_of([3, 1, 2], [0, 0, 0], ["a", "a", "b"])
     batch.metadata["trajectory_ids"] = ["a_0", "a_0", "b_0"]

@@ -45,7 +45,7 @@ def resume(store: CheckpointStore, mode: str, path: Path | None = None) -> Place
     return folder
 
 
-def test_a_checkpoint_is_its_files_and_their_hashes(tmp_path: Path):
+def test_checkpoint_manifest_has_files_and_hashes(tmp_path: Path):
     write(CheckpointStore(tmp_path / "ckpts"), 3)
     assert names(tmp_path / "ckpts") == ["global_step_3", "latest_ckpt_global_step.txt"]
     assert (tmp_path / "ckpts" / "latest_ckpt_global_step.txt").read_text() == "3\n"
@@ -61,7 +61,7 @@ def test_a_checkpoint_is_its_files_and_their_hashes(tmp_path: Path):
 @pytest.mark.parametrize(
     "path, step", [("a/global_step_12", 12), ("global_step_0", 0), ("global_step_", -1), ("global_step_3.partial", -1)]
 )
-def test_step_of_a_path(path: str, step: int):
+def test_step_is_parsed_from_path(path: str, step: int):
     assert extract_step_from_path(path) == step
 
 
@@ -110,7 +110,7 @@ def test_failure_at_any_stage_leaves_earlier_checkpoints_intact(
     verify(tmp_path / "global_step_2")
 
 
-def test_complete_checkpoint_survives_a_failure_to_write_latest(tmp_path: Path):
+def test_complete_checkpoint_survives_failed_write_of_latest_file(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     (tmp_path / "latest_ckpt_global_step.txt").mkdir()  # nothing can be written there
     with pytest.raises(CheckpointError, match="global_step_1 is complete, but latest_ckpt_global_step"):
@@ -118,7 +118,7 @@ def test_complete_checkpoint_survives_a_failure_to_write_latest(tmp_path: Path):
     verify(tmp_path / "global_step_1")
 
 
-def test_dead_worker_is_not_reported_as_full_disk(tmp_path: Path):
+def test_crashed_worker_is_not_reported_as_full_disk(tmp_path: Path):
     with pytest.raises(WorkerError, match="policy worker 0 died"), CheckpointStore(tmp_path).writing(1):
         raise WorkerError("policy worker 0 died")
     assert names(tmp_path) == []
@@ -132,7 +132,7 @@ def written(folder: Path, node: str, **sizes: int) -> WrittenFiles:
     return WrittenFiles(node, {name: FileRecord(size, sha256_of(folder / name)) for name, size in sizes.items()})
 
 
-def test_checkpoint_is_sealed_if_the_driver_sees_the_files_of_every_rank(tmp_path: Path):
+def test_checkpoint_is_sealed_when_driver_sees_files_of_every_rank(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     with store.writing(1) as draft:
         folder = draft.folder / "policy"
@@ -141,7 +141,7 @@ def test_checkpoint_is_sealed_if_the_driver_sees_the_files_of_every_rank(tmp_pat
 
 
 @pytest.mark.parametrize("seen", [None, 2])
-def test_checkpoint_with_a_file_that_the_driver_does_not_see_is_not_sealed(tmp_path: Path, seen: int | None):
+def test_checkpoint_is_not_sealed_when_driver_misses_file(tmp_path: Path, seen: int | None):
     """The second node has a folder of its own under the same name: what it wrote is not there, or is another file."""
     store = CheckpointStore(tmp_path / "driver")
     write(store, 1)
@@ -157,7 +157,7 @@ def test_checkpoint_with_a_file_that_the_driver_does_not_see_is_not_sealed(tmp_p
     assert names(tmp_path / "driver") == ["global_step_1", "latest_ckpt_global_step.txt"]
 
 
-def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path):
+def test_partial_checkpoints_of_killed_writer_are_removed(tmp_path: Path):
     left = tmp_path / "global_step_1.partial"
     left.mkdir()
     (left / "half").write_text("x")
@@ -168,14 +168,14 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path):
 
 
 @pytest.mark.parametrize("max_to_keep, kept", [(-1, [1, 2, 3]), (1, [3]), (2, [2, 3]), (5, [1, 2, 3])])
-def test_only_the_newest_are_kept(tmp_path: Path, max_to_keep: int, kept: list[int]):
+def test_only_newest_checkpoints_are_kept(tmp_path: Path, max_to_keep: int, kept: list[int]):
     store = CheckpointStore(tmp_path, max_to_keep)
     for step in (1, 2, 3):
         write(store, step)
     assert [extract_step_from_path(path) for path in list_checkpoint_dirs(tmp_path)] == kept
 
 
-def test_a_fresh_start_sets_the_old_course_aside(tmp_path: Path):
+def test_fresh_start_renames_old_checkpoints(tmp_path: Path):
     """Else the old step 9 would count as newer than the new step 1: kept in its place, and gone on from."""
     write(CheckpointStore(tmp_path), 9, "of the first course")
     store = CheckpointStore(tmp_path, max_to_keep=1)
@@ -185,7 +185,7 @@ def test_a_fresh_start_sets_the_old_course_aside(tmp_path: Path):
     assert (tmp_path / "superseded_global_step_9" / "policy" / "rank_0.pt").read_text() == "of the first course"
 
 
-def test_going_back_sets_what_came_after_aside(tmp_path: Path):
+def test_resume_from_earlier_step_renames_later_checkpoints(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
         write(store, step)
@@ -194,7 +194,7 @@ def test_going_back_sets_what_came_after_aside(tmp_path: Path):
     assert (tmp_path / "superseded_global_step_3").is_dir()
 
 
-def test_going_on_from_another_run_sets_all_of_this_one_aside(tmp_path: Path):
+def test_resume_from_other_run_renames_own_checkpoints(tmp_path: Path):
     write(CheckpointStore(tmp_path / "other"), 5)
     store = CheckpointStore(tmp_path / "own")
     write(store, 1)
@@ -207,7 +207,7 @@ def test_going_on_from_another_run_sets_all_of_this_one_aside(tmp_path: Path):
 @pytest.mark.parametrize(
     "name, rule", [("ckpts", "must end in global_step_N"), ("global_step_8", "there is no complete checkpoint at")]
 )
-def test_a_path_that_is_no_checkpoint(tmp_path: Path, name: str, rule: str):
+def test_resume_path_without_checkpoint_is_refused(tmp_path: Path, name: str, rule: str):
     with pytest.raises(ConfigError, match=f"trainer.resume_path.*{rule}"):
         resume(CheckpointStore(tmp_path), "from_path", tmp_path / name)
 
@@ -228,7 +228,7 @@ def flip_a_bit(path: Path) -> None:
     ],
     ids=["flipped bit", "cut off", "missing", "empty manifest"],
 )
-def test_an_altered_checkpoint_is_refused_with_the_way_out(tmp_path: Path, damage, expected: str):
+def test_altered_checkpoint_error_gives_remedy(tmp_path: Path, damage, expected: str):
     store = CheckpointStore(tmp_path)
     write(store, 1)
     write(store, 2)

@@ -28,7 +28,7 @@ def warnings_logged() -> Any:
     logger.remove(sink)
 
 
-def test_bounds_between_two_points_are_interpolated_and_none_are_expected_outside():
+def test_bounds_are_interpolated_between_points_and_absent_outside():
     band = CurveBand(REWARD, ((10, 0.0, 0.4), (20, 0.5, 0.8)))
     assert [band.interpolate_at(step) for step in (9, 10, 14, 20, 21)] == [
         None,
@@ -39,7 +39,7 @@ def test_bounds_between_two_points_are_interpolated_and_none_are_expected_outsid
     ]
 
 
-def test_metric_that_leaves_its_band_is_reported_once_with_the_first_step_outside(warnings_logged: list[str]):
+def test_metric_outside_band_is_reported_once_with_first_step(warnings_logged: list[str]):
     watch = watch_of(CurveBand(REWARD, ((1, 0.5, 0.9), (100, 0.5, 0.9))))
     values = [0.6, 0.4, 0.6, *[0.3] * 8, 0.95, 0.7]  # one noisy step; eight steps below; one above; back
     sides = [
@@ -51,7 +51,7 @@ def test_metric_that_leaves_its_band_is_reported_once_with_the_first_step_outsid
     ]
 
 
-def test_return_into_the_band_is_reported(warnings_logged: list[str]):
+def test_return_into_band_is_reported(warnings_logged: list[str]):
     watch = watch_of(CurveBand("eval/all/avg_score", ((0, 0.5, 0.9), (100, 0.5, 0.9))))
     for step, value in ((0, 0.95), (10, float("nan")), (20, 0.1), (30, 0.6)):
         watch.observe(step, {"eval/all/avg_score": value})
@@ -61,14 +61,14 @@ def test_return_into_the_band_is_reported(warnings_logged: list[str]):
     ]
 
 
-def test_single_published_value_is_compared_at_its_step(warnings_logged: list[str]):
+def test_single_published_value_is_compared_at_given_step(warnings_logged: list[str]):
     watch = watch_of(CurveBand("eval/nq/avg_score", ((330, 0.40, 0.48),)))
     assert watch.observe(300, {"eval/nq/avg_score": 0.1}) == {}
     watch.observe(330, {"eval/nq/avg_score": 0.3})
     assert len(warnings_logged) == 1 and "since step 330: 0.3, expected 0.4 to 0.48" in warnings_logged[0]
 
 
-def test_resumed_run_warns_at_the_step_at_which_an_uninterrupted_one_does(warnings_logged: list[str]):
+def test_resumed_run_warns_at_same_step_as_uninterrupted_run(warnings_logged: list[str]):
     resumed = watch_of(CurveBand(REWARD, ((1, 0.5, 0.9), (100, 0.5, 0.9))))
     resumed.replay([{"step": step, REWARD: 0.1} for step in (1, 2, 3)])
     assert warnings_logged == []
@@ -92,7 +92,7 @@ def test_resumed_run_warns_at_the_step_at_which_an_uninterrupted_one_does(warnin
         ("source: s\nbands: {a: {1: [2, 1]}}", r"bands\.a\.1: the lowest value 2 is above the highest 1"),
     ],
 )
-def test_band_file_with_a_fault_is_refused_with_the_place(text: str | None, message: str, tmp_path: Path):
+def test_invalid_band_file_error_names_location(text: str | None, message: str, tmp_path: Path):
     file = tmp_path / "bands.yaml"
     if text is not None:
         file.write_text(text)
@@ -100,7 +100,7 @@ def test_band_file_with_a_fault_is_refused_with_the_place(text: str | None, mess
         read_bands(str(file))
 
 
-def test_run_logs_the_band_beside_its_metric_and_the_page_shades_it(settings: Any, run: Any, tmp_path: Path):
+def test_run_logs_band_next_to_metric_and_page_shades_band(settings: Any, run: Any, tmp_path: Path):
     file = tmp_path / "bands.yaml"
     file.write_text(yaml.safe_dump({"source": "this test", "bands": {REWARD: {1: [5.0, 6.0], 2: [-9.0, 9.0]}}}))
     cfg = validate_cfg(settings(tmp_path / "run", {"trainer": {"curve_bands": str(file)}}))
@@ -111,7 +111,7 @@ def test_run_logs_the_band_beside_its_metric_and_the_page_shades_it(settings: An
     assert reward["band"] == [f"expected/{REWARD}/low", f"expected/{REWARD}/high"]
 
 
-def test_bands_of_reference_runs_are_mean_and_deviation_over_runs():
+def test_reference_run_bands_are_mean_and_std_over_runs():
     runs = [[{"step": step, REWARD: value + seed} for step, value in ((1, 0.0), (2, 2.0), (3, 4.0))] for seed in (0, 2)]
     # Means over two steps: 1 and 3 (at step 2), then 4 and 6 (at step 3); deviation sqrt(2) each.
     bands = compute_bands(runs, [REWARD], interval=2, width=1.0)
@@ -125,7 +125,7 @@ def test_bands_of_reference_runs_are_mean_and_deviation_over_runs():
         compute_bands(runs, ["loss/x"], interval=2)
 
 
-def test_printed_bands_can_be_read_and_hold_their_own_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_printed_bands_load_and_contain_source_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for seed in (0, 1, 2):
         folder = RunFolder(tmp_path / str(seed))
         folder.path.mkdir()

@@ -76,7 +76,7 @@ VARIANTS = [
     ("variant", "metric"),
     [pytest.param(*each, id="-".join(map(str, each[0].values()))) for each in VARIANTS],
 )
-def test_run_brings_the_student_nearer_to_its_teacher(variant: dict[str, Any], metric: str, distil: Distil):
+def test_run_reduces_distance_from_student_to_teacher(variant: dict[str, Any], metric: str, distil: Distil):
     longer = {"trainer": {"max_training_steps": 16, "epochs": 4, "policy": {"optimizer_config": {"lr": 1e-2}}}}
     steps = metrics_of(distil(variant, longer))
     divergences = [step[metric] for step in steps]
@@ -88,7 +88,7 @@ def test_run_brings_the_student_nearer_to_its_teacher(variant: dict[str, Any], m
     "variant", [{"tokens": "sampled"}, {"tokens": "top_k", "top_k": 5}, {"tokens": "full"}], ids=str
 )
 @pytest.mark.slow
-def test_teacher_in_an_engine_trains_as_one_in_workers(variant: dict[str, Any], distil: Distil, merged: Any):
+def test_engine_teacher_trains_same_as_worker_teacher(variant: dict[str, Any], distil: Distil, merged: Any):
     in_workers = metrics_of(distil(variant, name="workers"))
     in_engine = metrics_of(distil(merged(variant, ENGINE), name="engine"))
     names = ["distillation/sampled_kl"] if variant["tokens"] == "sampled" else ["policy/teacher_kl"]
@@ -98,7 +98,7 @@ def test_teacher_in_an_engine_trains_as_one_in_workers(variant: dict[str, Any], 
 
 
 @pytest.mark.slow
-def test_rewards_are_mixed_in_by_their_coefficient(distil: Distil):
+def test_rewards_are_weighted_by_coefficient(distil: Distil):
     """Only the rewards are left where the teacher is the student itself."""
 
     def run(reward_coef: float) -> list[dict[str, float]]:
@@ -113,7 +113,7 @@ def test_rewards_are_mixed_in_by_their_coefficient(distil: Distil):
     assert alone[0]["reward/avg_raw_reward"] == mixed[0]["reward/avg_raw_reward"] > 0
 
 
-def test_asynchronous_run_distils_with_its_rows_teachers(distil: Distil):
+def test_async_run_distils_with_teacher_of_each_row(distil: Distil):
     changes = {
         "trainer": {
             "placement": {"colocate_all": False},
@@ -127,7 +127,7 @@ def test_asynchronous_run_distils_with_its_rows_teachers(distil: Distil):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [{}, ENGINE], ids=["workers", "engine"])
-def test_resumed_run_repeats_the_run_without_interruption(engine: dict[str, Any], distil: Distil, merged: Any):
+def test_resumed_run_equals_uninterrupted_run(engine: dict[str, Any], distil: Distil, merged: Any):
     def changes(steps: int) -> dict[str, Any]:
         return {"trainer": {"max_training_steps": steps, "ckpt_interval": 1, "hf_save_interval": -1}}
 
@@ -152,7 +152,7 @@ class Constant:
 
 
 @pytest.mark.parametrize("num_top", [0, 2])
-async def test_each_row_is_scored_by_its_own_teacher(num_top: int):
+async def test_each_row_is_scored_by_assigned_teacher(num_top: int):
     ids = torch.zeros(3, 4, dtype=torch.long)
     batch = TrainingInputBatch(
         sequences=ids, attention_mask=ids + 1, metadata={"uids": ["0", "1", "2"], "response_length": 2}
@@ -167,7 +167,7 @@ async def test_each_row_is_scored_by_its_own_teacher(num_top: int):
         assert scores.ids is not None and scores.ids[:, 0, 0].tolist() == [0, 3, 0]
 
 
-def test_data_source_decides_the_teacher(distil: Distil, teacher: str, tmp_path: Path):
+def test_data_source_selects_teacher(distil: Distil, teacher: str, tmp_path: Path):
     data = tmp_path / "two.jsonl"
     rows = [{"prompt": [{"role": "user", "content": f"{i}"}], "data_source": "ab"[i % 2]} for i in range(8)]
     data.write_text("\n".join(map(json.dumps, rows)))
@@ -217,7 +217,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistake_is_refused_by_name_before_anything_starts(mistake: str, distil: Distil, tmp_path: Path, teacher: str):
+def test_invalid_setting_is_refused_by_name_before_start(mistake: str, distil: Distil, tmp_path: Path, teacher: str):
     values, message = MISTAKES[mistake]
     other = tmp_path / "other_tokenizer"
     tokenizer = build_character_tokenizer()
@@ -229,7 +229,7 @@ def test_mistake_is_refused_by_name_before_anything_starts(mistake: str, distil:
         DistillationExp(distil(json.loads(text)))
 
 
-def test_megatron_refuses_words_that_were_not_sampled(distil: Distil):
+def test_megatron_refuses_full_vocabulary_tokens(distil: Distil):
     cfg = distil({"tokens": "full"}, {"trainer": {"strategy": "megatron"}})
     with pytest.raises(
         ConfigError, match=r"tokens=full needs log-probs of tokens .* trainer.strategy=fsdp2 or deepspeed"
@@ -237,13 +237,13 @@ def test_megatron_refuses_words_that_were_not_sampled(distil: Distil):
         DistillationExp(cfg)
 
 
-def test_main_base_names_the_entry_point_that_reads_teachers(distil: Distil):
+def test_main_base_error_names_distillation_entry_point(distil: Distil):
     with pytest.raises(ConfigError, match="main_distill"):
         BasePPOExp(distil({}))
 
 
 @pytest.mark.full  # test_inline_runs.py compares the launchers
-def test_inline_run_equals_the_run_under_ray(distil: Distil, ray_cpu: None):
+def test_inline_run_equals_run_under_ray(distil: Distil, ray_cpu: None):
     def metrics(launcher: str) -> list[dict[str, float]]:
         return metrics_of(
             distil({"tokens": "top_k", "top_k": 8}, {"trainer": {"placement": {"launcher": launcher}}}, launcher)

@@ -55,7 +55,7 @@ def responses_of(batch: RolloutBatch) -> list[list[int]]:
     return [sample.response_ids for _, _, sample in batch.rows()]
 
 
-def test_filter_collects_informative_prompts_until_the_batch_is_full():
+def test_filter_collects_informative_prompts_until_batch_is_full():
     batches = [{"a": [1, 1], "b": [0, 1]}, {"c": [0, 0], "d": [1, 1]}, {"e": [1, 0], "f": [0, 1]}]
     batch = run(batches, 2, type="filter")
     assert uids_of(batch) == ["b", "e"]  # f differs, too, and is one too many
@@ -69,7 +69,7 @@ def test_filter_collects_informative_prompts_until_the_batch_is_full():
     assert batch.metrics["reward/avg_raw_reward_of_all_sampled"] == pytest.approx((0.75 + 0.5 + 0.5) / 3)
 
 
-def test_two_batches_in_a_row_with_nothing_left_are_no_crash():
+def test_filter_continues_after_two_empty_batches():
     nothing: Groups = {"a": [1, 1], "b": [None, None]}
     batch = run([nothing, nothing, {"c": [0, 1], "d": [1, 0]}], 2, type="filter")
     assert uids_of(batch) == ["c", "d"]
@@ -77,7 +77,7 @@ def test_two_batches_in_a_row_with_nothing_left_are_no_crash():
 
 
 @pytest.mark.parametrize("kind, also", [("filter", "train_batch_size"), ("replace", "min_replace_ratio")])
-def test_the_limit_ends_the_run_with_what_was_tried_and_what_to_change(kind: Any, also: str):
+def test_sample_limit_error_reports_attempts_and_settings(kind: Any, also: str):
     expected = (
         rf"dynamic_sampling.type={kind} did not fill a batch of 4 prompts: 3 batches .*max_sample_batches=3\) of 12 "
         rf"prompts in all gave 3 whose answers differ.* raise generator.n_samples_per_prompt.*{also}"
@@ -86,7 +86,7 @@ def test_the_limit_ends_the_run_with_what_was_tried_and_what_to_change(kind: Any
         run([{"a": [1, 1], "b": [0, 1], "c": [0, 0], "d": [0, 0]}], 4, type=kind, max_sample_batches=3)
 
 
-def test_replace_puts_copies_of_good_groups_in_the_places_of_the_others():
+def test_replace_copies_informative_groups_over_others():
     batch = run([{"a": [1, 1], "b": [0, 1], "c": [0, 0], "d": [1, 0]}], 4, type="replace")
     assert uids_of(batch) == ["a", "b", "c", "d"], "each a group of its own"
     copied = [responses_of(batch)[row][0] for row in (0, 2, 4, 6)]
@@ -100,7 +100,7 @@ def test_replace_puts_copies_of_good_groups_in_the_places_of_the_others():
     assert again == batch, "drawn by the step's own generator"
 
 
-def test_replace_samples_anew_where_too_few_are_good_and_keeps_nothing_of_it():
+def test_replace_resamples_batch_when_too_few_groups_are_informative():
     batches = [{"a": [1, 1], "b": [0, 1], "c": [0, 0]}, {"d": [0, 1], "e": [1, 0], "f": [1, 1]}]
     batch = run(batches, 3, type="replace", min_replace_ratio=0.5)
     assert uids_of(batch) == ["d", "e", "f"]
@@ -109,14 +109,14 @@ def test_replace_samples_anew_where_too_few_are_good_and_keeps_nothing_of_it():
     assert (metrics["generate/num_sampled_batches"], metrics["generate/num_unused_prompts"]) == (2, 1)
 
 
-def test_a_group_with_failures_is_scored_by_its_others():
+def test_group_with_failures_is_scored_by_successful_samples():
     batch = batch_of({"a": [None, 1, 1], "b": [None, 0, 1], "c": [None, None, 1], "d": [None, None, None]})
     assert [scores(group) for group in batch.groups] == [[None, 1, 1], [None, 0, 1], [None] * 3, [None] * 3]
     kept = run([{"a": [None, 1, 1], "b": [None, 0, 1], "c": [None, None, 1]}], 1, type="filter")
     assert uids_of(kept) == ["b"]
 
 
-def test_a_prompt_that_comes_again_within_a_step_is_another_group():
+def test_repeated_prompt_within_step_gets_unique_uid():
     seen: set[str] = set()
     rows = [{"uid": "a", "prompt": 1}, {"uid": "b", "prompt": 2}]
     assert with_unique_uids(rows, seen) == rows

@@ -69,7 +69,7 @@ KEPT_TOKENS = {"policy": {"sampling_mask_replay": True}}
     ],
     ids=["models", "asynchronous", "dynamic sampling", "token budget", "kept tokens"],
 )
-def test_run_with_early_forwards_equals_one_without_to_the_bit(
+def test_run_with_early_forwards_is_bitwise_equal_to_run_without(
     settings: Any, merged: Any, run: Any, chat_model: str, tmp_path: Path, monkeypatch: Any, trainer: dict[str, Any]
 ):
     changes = merged(LATE, {"trainer": trainer})
@@ -96,7 +96,7 @@ def test_run_with_early_forwards_equals_one_without_to_the_bit(
     assert len(forwards) == 2 * num_early, "nothing is computed twice"
 
 
-def test_error_of_an_early_forward_ends_run_and_generation(
+def test_early_forward_error_ends_run_and_generation(
     settings: Any, merged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def failing(self: TransformersBackend, *_: Any, **__: Any) -> Any:
@@ -110,7 +110,7 @@ def test_error_of_an_early_forward_ends_run_and_generation(
     assert LateForOnePrompt.num_late == 0, "its answer was not waited for"
 
 
-def test_nothing_is_computed_before_a_filter_of_ones_own(
+def test_early_forwards_are_disabled_with_custom_filter(
     settings: Any, merged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     order: list[str] = []

@@ -146,7 +146,7 @@ def assert_same(run: Run, expected: dict[str, object]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_killed_run_of_ppo_goes_on_bit_for_bit(gsm8k, test_data, tmp_path):
+def test_killed_ppo_run_resumes_bitwise(gsm8k, test_data, tmp_path):
     """The run has a critic, an adaptive KL coefficient, replaced prompts, and a reference model that has been updated:
     64 prompts (less the long ones) are two steps an epoch, and it is killed in the third step."""
     model = test_data / "tiny_lm" / "stories260K"
@@ -202,7 +202,7 @@ def while_a_checkpoint_is_written(run: Run, random_generator: random.Random) -> 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_kills_at_ten_random_points_change_nothing(uninterrupted, gsm8k, test_data, tmp_path):
+def test_ten_random_kills_leave_run_bitwise_equal(uninterrupted, gsm8k, test_data, tmp_path):
     random_generator = random.Random(0)
     num_kills = 0
     for attempt in range(10):

@@ -91,7 +91,7 @@ def column_engine() -> Iterator[None]:
 
 @pytest.mark.usefixtures("column_engine")
 @pytest.mark.parametrize("backend, more", [("native", set()), ("columns", {"dict"})])
-def test_answer_has_five_forms_from_engine_to_objective(
+def test_response_has_five_representations_from_engine_to_objective(
     settings: Any, tmp_path: Path, backend: str, more: set[str]
 ) -> None:
     changes = {"trainer": {"max_training_steps": 1}, "generator": {"backend": backend}}

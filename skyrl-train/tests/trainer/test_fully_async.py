@@ -37,7 +37,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 TEN_STEPS = {"max_training_steps": 10, "epochs": 3, "hf_save_interval": 5, "eval_before_train": False}
 
 
-def test_staleness_0_equals_synchronous_training_to_the_bit(settings: Any, merged: Any, run: Any, tmp_path: Path):
+def test_staleness_0_is_bitwise_equal_to_synchronous_training(settings: Any, merged: Any, run: Any, tmp_path: Path):
     synchronous = settings(tmp_path / "synchronous", {"trainer": merged(TEN_STEPS, APART)})
     zero = {"fully_async": {"enabled": True, "max_staleness_steps": 0, "order": "exact"}}
     other = settings(tmp_path / "asynchronous", {"trainer": merged(TEN_STEPS, merged(APART, zero))})
@@ -56,7 +56,7 @@ def module_of(path: Path) -> Any:
     return module
 
 
-def test_example_trains_asynchronously_without_the_switch(settings: Any, tmp_path: Path):
+def test_example_trains_asynchronously_without_enabled_flag(settings: Any, tmp_path: Path):
     experiment = module_of(EXAMPLES / "fully_async" / "main_fully_async.py").FullyAsyncPPOExp
     changes = asynchronous()
     changes["fully_async"].update(enabled=False)
@@ -68,9 +68,7 @@ def test_example_trains_asynchronously_without_the_switch(settings: Any, tmp_pat
 
 
 @pytest.mark.slow
-def test_one_step_off_trains_exactly_one_version_behind_and_is_repeatable(
-    settings: Any, merged: Any, run: Any, tmp_path: Path
-):
+def test_one_step_off_trains_with_staleness_1_and_is_repeatable(settings: Any, merged: Any, run: Any, tmp_path: Path):
     example = module_of(EXAMPLES / "async" / "main_async.py")
     changes = merged({"max_training_steps": 4, "hf_save_interval": 4}, asynchronous())
     runs = [settings(tmp_path / name, {"trainer": changes}) for name in ("one", "other")]
@@ -85,7 +83,7 @@ def test_one_step_off_trains_exactly_one_version_behind_and_is_repeatable(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_stale", ["regenerate", "drop", "mask"])
-def test_every_prompt_is_trained_equally_often_whatever_happens_to_stale_groups(
+def test_each_prompt_is_trained_equally_often_for_every_stale_policy(
     settings: Any, merged: Any, run: Any, tmp_path: Path, on_stale: str
 ):
     changes = merged({"max_training_steps": 8, "epochs": 2}, asynchronous(on_stale=on_stale, max_staleness_steps=1))
@@ -171,7 +169,7 @@ def experiment_with(trainer: type[FullyAsyncRayPPOTrainer]) -> type[BasePPOExp]:
     return Experiment
 
 
-def test_hooks_of_other_releases_change_rewards_and_the_batch(settings: Any, tmp_path: Path):
+def test_overridden_trainer_methods_change_rewards_and_batch(settings: Any, tmp_path: Path):
     cfg = settings(tmp_path, {"trainer": asynchronous()})
     experiment_with(Hooks)(cfg).run()
     rows = RunFolder(cfg.trainer.run_dir).read_metrics()
@@ -230,7 +228,7 @@ class SameRewards(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
 
 
-def test_steps_are_filled_with_groups_that_teach_something(settings: Any, merged: Any, run: Any, tmp_path: Path):
+def test_steps_contain_only_informative_groups(settings: Any, merged: Any, run: Any, tmp_path: Path):
     changes = merged(
         {"max_training_steps": 4, "epochs": 4}, asynchronous(sample_full_batch=True, max_staleness_steps=1)
     )
@@ -282,7 +280,7 @@ class Hangs(Fails):
     ],
     ids=["grader raises", "environment hangs", "group is late"],
 )
-def test_a_run_of_which_everything_fails_ends_with_the_cause(
+def test_run_error_names_cause_when_all_groups_fail(
     settings: Any, merged: Any, run: Any, tmp_path: Path, environment: type[BaseTextEnv], changes: Any, message: str
 ):
     changes = merged({"trainer": asynchronous(), "environment": {"env_class": "broken"}}, changes)
@@ -295,7 +293,7 @@ def test_a_run_of_which_everything_fails_ends_with_the_cause(
         skyrl_gym.deregister("broken")
 
 
-def test_a_weight_sync_that_raises_ends_the_run(settings: Any, tmp_path: Path):
+def test_failed_weight_sync_ends_run(settings: Any, tmp_path: Path):
     class Broken(FullyAsyncRayPPOTrainer):
         async def sync_weights(self) -> None:
             if self.global_step == 1:
@@ -335,7 +333,7 @@ REFUSALS: list[Refusal] = [
 
 
 @pytest.mark.parametrize(("trainer", "message"), REFUSALS, ids=[message[:40] for _, message in REFUSALS])
-def test_settings_that_cannot_work_are_refused(
+def test_invalid_settings_are_refused(
     settings: Callable[..., SkyRLConfig], tmp_path: Path, trainer: dict[str, Any], message: str
 ):
     with pytest.raises(ConfigError, match=f"(?s){message}"):

@@ -50,7 +50,7 @@ def settings_of(folder: Path, model: str, function: Any, *changes: Any) -> dict[
 
 
 @pytest.mark.parametrize("kind", list(RUNS))
-def test_a_harness_trains_with_every_token_as_it_was_drawn(kind: str, chat_model: str, tmp_path: Path):
+def test_harness_trains_on_exact_sampled_tokens(kind: str, chat_model: str, tmp_path: Path):
     cfg = SkyRLConfig.from_dict(settings_of(tmp_path, chat_model, delegates, RUNS[kind]))
     BasePPOExp(cfg).run()
     folder = RunFolder(cfg.trainer.run_dir)
@@ -70,7 +70,7 @@ def silent(task: HarnessTask) -> float:
     return 1.0
 
 
-def test_a_harness_that_never_asks_ends_the_run_and_not_with_a_reward(chat_model: str, tmp_path: Path):
+def test_harness_without_requests_ends_run_with_error(chat_model: str, tmp_path: Path):
     cfg = SkyRLConfig.from_dict(settings_of(tmp_path, chat_model, silent))
     with pytest.raises(AllRolloutsFailedError, match="harness no_answer: it made no request"):
         BasePPOExp(cfg).run()
@@ -95,6 +95,6 @@ def test_a_harness_that_never_asks_ends_the_run_and_not_with_a_reward(chat_model
         ({"trainer": {"algorithm": {"advantage_estimator": "reinforce++"}}}, "generator.harness"),
     ],
 )
-def test_a_wrong_setting_is_refused_before_anything_starts(changes: Any, message: str, chat_model: str, tmp_path: Path):
+def test_invalid_setting_is_refused_before_start(changes: Any, message: str, chat_model: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
         BasePPOExp(SkyRLConfig.from_dict(settings_of(tmp_path, chat_model, delegates, changes)))

@@ -67,7 +67,7 @@ def test_custom_hook_observes_steps_and_adds_metrics(module: str, settings: Any,
     assert calls == [*expected, ("start", 0), ("resume", steps), ("step_end", steps[-1] + 1)]
 
 
-def test_hook_annotates_error_that_ends_run(module: str, settings: Any, run: Any, tmp_path: Path):
+def test_hook_annotates_fatal_error(module: str, settings: Any, run: Any, tmp_path: Path):
     cfg = validate_cfg(settings(tmp_path / "run", {"trainer": {"hooks": [f"{module}:Failing"]}}))
     with pytest.raises(ValueError, match="planted") as raised:
         run(cfg)

@@ -62,7 +62,7 @@ def result_of(cfg: SkyRLConfig) -> tuple[list[dict[str, Any]], dict[str, torch.T
     [pytest.param({"trainer": {"hf_save_interval": 2}}, marks=pytest.mark.full), MODELS],
     ids=["policy", "critic, reference, adapters"],
 )
-def test_inline_run_equals_the_run_under_ray_to_the_bit(
+def test_inline_run_is_bitwise_equal_to_run_under_ray(
     changes: dict[str, Any], settings: Any, merged: Any, run: Any, chat_model: str, tmp_path: Path
 ):
     if changes is MODELS:
@@ -113,7 +113,7 @@ def policy_loss(name: str, loss: Any) -> Iterator[dict[str, Any]]:
         PolicyLossRegistry.unregister(name)
 
 
-def test_breakpoints_in_reward_and_loss_stop_in_this_process(
+def test_breakpoints_in_reward_and_loss_stop_in_driver_process(
     settings: Any, merged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     seen: list[tuple[str, Any]] = []
@@ -132,14 +132,14 @@ def test_breakpoints_in_reward_and_loss_stop_in_this_process(
     assert all(loss.requires_grad for name, loss in seen if name == "loss_that_stops")
 
 
-def test_error_in_a_users_loss_names_worker_and_line(settings: Any, tmp_path: Path):
+def test_custom_loss_error_names_worker_and_line(settings: Any, tmp_path: Path):
     with policy_loss("fails", loss_that_fails) as changes, pytest.raises(WorkerError) as error:
         BasePPOExp(settings(tmp_path, changes)).run()
     place = re.escape(str(Path(__file__))) + r":\d+ in loss_that_fails: raise KeyError"
     assert re.match(rf"policy worker 0 raised KeyError: 'my bug'\n{place}", str(error.value))
 
 
-def test_call_past_its_deadline_ends_the_run(settings: Any, merged: Any, tmp_path: Path):
+def test_call_timeout_ends_run(settings: Any, merged: Any, tmp_path: Path):
     at_once = {"trainer": {"worker_timeout_seconds": 1e-4}}
     with pytest.raises(
         WorkerError, match=r"policy worker 0 did not answer within 0.0001 s .trainer.worker_timeout_sec"
@@ -148,9 +148,7 @@ def test_call_past_its_deadline_ends_the_run(settings: Any, merged: Any, tmp_pat
 
 
 @pytest.mark.slow
-def test_resumed_inline_run_equals_one_that_was_never_stopped(
-    settings: Any, merged: Any, chat_model: str, tmp_path: Path
-):
+def test_resumed_inline_run_equals_uninterrupted_run(settings: Any, merged: Any, chat_model: str, tmp_path: Path):
     models = merged(merged(MODELS, INLINE), {"trainer": {"critic": {"model": {"path": chat_model}}}})
     changes = merged(models, {"trainer": {"ckpt_interval": 1, "hf_save_interval": 3}})
 
@@ -171,7 +169,7 @@ def test_resumed_inline_run_equals_one_that_was_never_stopped(
     assert all(torch.equal(own_weights[f"{name}"], tensor) for name, tensor in weights.items())
 
 
-def test_a_run_leaves_no_process_group_with_the_thread_of_models(settings: Any, tmp_path: Path):
+def test_run_leaves_no_process_group_in_model_thread(settings: Any, tmp_path: Path):
     """A child forked with `preexec_fn` (as by Ray) ends what belongs to other threads, and hung in ending the group
     that torch's plans of sharded tensors held."""
     BasePPOExp(settings(tmp_path, INLINE)).run()

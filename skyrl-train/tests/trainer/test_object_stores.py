@@ -82,7 +82,7 @@ def local_files(checkpoint: Checkpoint) -> dict[str, int]:
 # ---- the store
 
 
-def test_checkpoint_is_its_files_and_a_manifest(memory: str):
+def test_checkpoint_consists_of_files_and_manifest(memory: str):
     store = CheckpointStore(memory)
     assert store.find(latest()) is None
     for step in (9, 10, 100):
@@ -98,7 +98,7 @@ def test_checkpoint_is_its_files_and_a_manifest(memory: str):
 
 
 @pytest.mark.parametrize("error", [OSError("the store refuses"), KeyboardInterrupt()])
-def test_failed_write_leaves_nothing(memory: str, error: BaseException):
+def test_failed_write_leaves_no_objects(memory: str, error: BaseException):
     store = CheckpointStore(memory)
     write(store, 1)
     with pytest.raises((CheckpointError, KeyboardInterrupt)), store.writing(2) as draft:
@@ -107,7 +107,7 @@ def test_failed_write_leaves_nothing(memory: str, error: BaseException):
     assert names_in(location(memory)) == ["global_step_1", "latest_ckpt_global_step.txt"]
 
 
-def test_leftovers_of_a_killed_run_are_not_listed_and_are_deleted_at_the_next_write(memory: str):
+def test_partial_upload_of_killed_run_is_hidden_and_deleted_at_next_write(memory: str):
     store = CheckpointStore(memory)
     write(store, 1)
     for name in ("global_step_2", "global_step_7", "superseded_global_step_9", "notes_of_the_user"):
@@ -121,7 +121,7 @@ def test_leftovers_of_a_killed_run_are_not_listed_and_are_deleted_at_the_next_wr
     assert local_files(store.find(latest()) or pytest.fail()) == {"state.json": 11, "policy/rank_0": 7}
 
 
-def test_file_of_a_rank_that_the_driver_does_not_see_keeps_a_checkpoint_from_being_sealed(memory: str):
+def test_checkpoint_is_not_sealed_when_rank_file_is_missing(memory: str):
     store = CheckpointStore(memory)
     refused = pytest.raises(CheckpointError, match=r"policy rank 0 on node node-b wrote rank_0 \(7 bytes\)")
     with refused, store.writing(1) as draft:
@@ -129,7 +129,7 @@ def test_file_of_a_rank_that_the_driver_does_not_see_keeps_a_checkpoint_from_bei
     assert names_in(location(memory)) == []
 
 
-def test_old_checkpoints_are_removed_and_later_ones_renamed(memory: str):
+def test_old_checkpoints_are_removed_and_later_checkpoints_renamed(memory: str):
     store = CheckpointStore(memory, max_to_keep=3)
     for step in (1, 2, 3, 4):
         write(store, step)
@@ -143,7 +143,7 @@ def test_old_checkpoints_are_removed_and_later_ones_renamed(memory: str):
     assert steps_in(memory) == []
 
 
-def test_kill_while_a_checkpoint_is_renamed_leaves_one_of_the_two(memory: str, monkeypatch: pytest.MonkeyPatch):
+def test_kill_during_rename_leaves_complete_checkpoint(memory: str, monkeypatch: pytest.MonkeyPatch):
     """Whatever the number of copies and deletions that were made."""
     files = type(fsspec.filesystem("memory"))
     for num_calls in range(8):
@@ -183,7 +183,7 @@ def stops(patch: pytest.MonkeyPatch, owner: Any, name: str, left: Iterator[bool]
         ("manifest.json", b"{", r"manifest.json cannot be read"),
     ],
 )
-def test_damaged_file_is_named_with_the_way_out(memory: str, name: str, content: bytes, words: str):
+def test_damaged_file_error_names_file_and_remedy(memory: str, name: str, content: bytes, words: str):
     store = CheckpointStore(memory)
     write(store, 1)
     write(store, 2)
@@ -192,7 +192,7 @@ def test_damaged_file_is_named_with_the_way_out(memory: str, name: str, content:
         local_files(store.find(latest()) or pytest.fail())
 
 
-def test_export_is_replaced_with_its_config_last(memory: str):
+def test_export_replaces_config_last(memory: str):
     place = location(memory)
     for names in (["config.json", "old"], ["config.json", "new"]):
         with publishing(place, seal="config.json") as draft:
@@ -211,7 +211,7 @@ def test_export_is_replaced_with_its_config_last(memory: str):
         ("s3://bucket/x", r"trainer.ckpt_path=s3://bucket/x cannot be used.*install skyrl-train\[cloud\]"),
     ],
 )
-def test_url_that_cannot_be_used_is_refused(settings: Any, tmp_path: Path, url: str, words: str, monkeypatch: Any):
+def test_unusable_url_is_refused(settings: Any, tmp_path: Path, url: str, words: str, monkeypatch: Any):
     from skyrl_train.entrypoints.main_base import BasePPOExp
 
     monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it were not installed
@@ -282,7 +282,7 @@ class CountingWorker(PolicyWorker):
 
 @pytest.mark.process
 @pytest.mark.slow
-async def test_ranks_upload_their_files_and_download_each_once(
+async def test_ranks_upload_own_files_and_download_each_file_once(
     s3: ObjectStore, bucket: str, settings: Any, tmp_path: Path
 ):
     """Two FSDP2 ranks of one machine, whose temporary files are empty afterwards."""
@@ -335,9 +335,7 @@ IN_STORE = {"max_training_steps": 2, "ckpt_interval": 1, "hf_save_interval": 2, 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_run_is_resumed_from_an_object_store_with_the_same_bits(
-    s3: ObjectStore, bucket: str, settings: Any, run: Any, tmp_path: Path
-):
+def test_run_resumes_bitwise_from_object_store(s3: ObjectStore, bucket: str, settings: Any, run: Any, tmp_path: Path):
     places = {"ckpt_path": f"{bucket}/ckpts", "export_path": f"{bucket}/exports"}
     cfg = settings(tmp_path / "whole", {"trainer": IN_STORE | places})
     run(cfg)
@@ -379,7 +377,7 @@ def finish(cfg: SkyRLConfig, store: ObjectStore) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_run_killed_during_an_upload_goes_on_from_the_checkpoint_before(
+def test_run_killed_during_upload_resumes_from_previous_checkpoint(
     s3: ObjectStore, bucket: str, settings: Any, tmp_path: Path
 ):
     def changes(**trainer: Any) -> dict[str, Any]:

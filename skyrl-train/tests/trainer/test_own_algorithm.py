@@ -48,7 +48,7 @@ def checked(algorithm: dict[str, Any], **generator: Any) -> SkyRLConfig:
         ({}, {"n_samples_per_prompt": 1}, r"advantage_estimator=best_of_group compares the answers to one prompt"),
     ],
 )
-def test_settings_and_requirements_of_own_loss_are_checked_like_ours(
+def test_custom_loss_settings_and_requirements_are_checked(
     algorithm: dict[str, Any], generator: dict[str, Any], message: str
 ):
     checked({})
@@ -56,13 +56,13 @@ def test_settings_and_requirements_of_own_loss_are_checked_like_ours(
         checked(algorithm, **generator)
 
 
-def test_settings_of_a_loss_that_is_not_registered_are_unknown():
+def test_settings_of_unregistered_loss_are_unknown():
     with pytest.raises(ConfigError, match=r"unknown setting trainer\.algorithm\.pull"):
         SkyRLConfig.from_dict({"trainer": {"algorithm": {"pull": {"strength": 1.0}}}})
 
 
 @pytest.mark.usefixtures("own_algorithm")
-def test_command_line_sets_own_loss_and_what_is_registered_but_unused_changes_no_fingerprint():
+def test_command_line_selects_custom_loss_without_fingerprint_change():
     before = compute_settings_fingerprint(SkyRLConfig())
     assert "trainer.algorithm.pull.strength" not in flatten_settings(SkyRLConfig())
     own = ["trainer.algorithm.pull.strength=0.25", *(f"trainer.algorithm.{k}={v}" for k, v in CHOSEN.items())]
@@ -75,7 +75,7 @@ def test_command_line_sets_own_loss_and_what_is_registered_but_unused_changes_no
 
 
 @pytest.mark.usefixtures("own_algorithm")
-def test_own_loss_and_estimator_pass_the_checks_of_ours():
+def test_custom_loss_and_estimator_pass_conformance_checks():
     own = sys.modules["own_algorithm"]
     config = AlgorithmConfig.from_dict({"pull": {"strength": 0.5}})
     check_policy_loss(own.pull_loss, config)
@@ -84,7 +84,7 @@ def test_own_loss_and_estimator_pass_the_checks_of_ours():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_algorithm")
-def test_own_loss_and_estimator_train_a_run(settings: Any, run: Any, tmp_path: Path):
+def test_custom_loss_and_estimator_train_run(settings: Any, run: Any, tmp_path: Path):
     cfg = settings(tmp_path, {"trainer": {"algorithm": CHOSEN | {"pull": {"strength": 0.125}}}})
     steps = run(validate_cfg(cfg))
     assert len(steps) == 2

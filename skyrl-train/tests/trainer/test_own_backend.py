@@ -28,7 +28,7 @@ def sgd(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("launcher", ["inline", pytest.param("ray", marks=pytest.mark.full)])
-def test_own_backend_trains_a_run(sgd: None, settings: Any, run: Any, tmp_path: Path, launcher: str):
+def test_custom_backend_trains_run(sgd: None, settings: Any, run: Any, tmp_path: Path, launcher: str):
     """AdamW's first step on this model is the learning rate in every weight; SGD's is the learning rate x gradient."""
     cfg = settings(tmp_path, {"trainer": {"strategy": "sgd", "placement": {"launcher": launcher}}})
     steps = run(validate_cfg(cfg))
@@ -49,14 +49,14 @@ def test_own_backend_trains_a_run(sgd: None, settings: Any, run: Any, tmp_path: 
         ),
     ],
 )
-def test_model_that_a_backend_cannot_hold_is_refused_before_start(trainer: dict[str, Any], message: str):
+def test_model_unsupported_by_backend_is_refused_before_start(trainer: dict[str, Any], message: str):
     placement = {"device": "cpu", **trainer.pop("placement", {})}
     values = {"strategy": "sgd", "placement": placement, "algorithm": {"use_kl_loss": False}, **trainer}
     with pytest.raises(ConfigError, match=message):
         validate_cfg(SkyRLConfig.from_dict({"trainer": values}))
 
 
-def test_fsdp_is_fsdp2_with_a_warning():
+def test_fsdp_selects_fsdp2_with_warning():
     trainer = {"strategy": "fsdp", "placement": {"device": "cpu"}, "algorithm": {"use_kl_loss": False}}
     with pytest.warns(FutureWarning, match=r"trainer\.strategy=fsdp means trainer\.strategy=fsdp2"):
         cfg = validate_cfg(SkyRLConfig.from_dict({"trainer": trainer}))

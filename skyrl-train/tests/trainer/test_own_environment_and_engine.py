@@ -33,7 +33,7 @@ def counting_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     EngineRegistry.unregister("counting")
 
 
-def test_settings_of_own_environment_are_checked(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_custom_environment_settings_are_checked(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)
     validate_environments(settings(tmp_path, {"environment": OWN_ENVIRONMENT}))
     wrong = OWN_ENVIRONMENT | {"skyrl_gym": {"LetterEnv": {"leter": "a"}}}
@@ -43,7 +43,7 @@ def test_settings_of_own_environment_are_checked(settings: Any, tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("counting_engine")
-def test_own_environment_and_engine_train_a_run(
+def test_custom_environment_and_engine_train_run(
     settings: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.syspath_prepend(Path(__file__).parent)

@@ -47,7 +47,7 @@ def content(folder: RunFolder) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
 
-def test_sample_of_each_step_is_drawn_again_to_the_bit(finished: RunFolder, capsys: pytest.CaptureFixture[str]):
+def test_training_sample_replays_bitwise(finished: RunFolder, capsys: pytest.CaptureFixture[str]):
     before = content(finished)
     for step, position in ((1, 0), (2, 7), (3, 15)):
         name = name_in(finished, step, position)
@@ -61,7 +61,7 @@ def test_sample_of_each_step_is_drawn_again_to_the_bit(finished: RunFolder, caps
 
 
 @pytest.mark.parametrize("step, position", [(2, 5), (3, 0)])
-def test_sample_of_an_evaluation_is_drawn_again_to_the_bit(finished: RunFolder, capsys: Any, step: int, position: int):
+def test_evaluation_sample_replays_bitwise(finished: RunFolder, capsys: Any, step: int, position: int):
     name = name_in(finished, step, position, "eval")
     status = replay.main([str(finished.path), "--sample", name, "--step", str(step), "--phase", "eval"])
     printed = capsys.readouterr().out
@@ -73,7 +73,7 @@ def test_sample_of_an_evaluation_is_drawn_again_to_the_bit(finished: RunFolder, 
     assert "no trajectories of evaluations of step 1; it has those of steps 2 to 3" in capsys.readouterr().err
 
 
-def test_file_that_registers_an_environment_is_run_first(finished: RunFolder, tmp_path: Path, capsys: Any):
+def test_imported_file_registers_environment_before_replay(finished: RunFolder, tmp_path: Path, capsys: Any):
     code = """
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
@@ -96,7 +96,7 @@ skyrl_gym.register(id="pays_7", entry_point=Pays7)
     assert "stored, 7.0 drawn" in capsys.readouterr().out
 
 
-def test_other_weights_and_settings_are_seen(finished: RunFolder):
+def test_replay_detects_other_weights_and_settings(finished: RunFolder):
     name = name_in(finished, 3, 1)
     with_other_weights = replay.replay(finished.path, name, step=3, checkpoint=0)
     assert not with_other_weights.is_equal
@@ -104,7 +104,7 @@ def test_other_weights_and_settings_are_seen(finished: RunFolder):
     assert not hot.is_equal and any("log-prob" in line for line in hot.lines)
 
 
-def test_mistakes_are_named(finished: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_invalid_arguments_are_named(finished: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     name = name_in(finished, 3, 0)
     without = tmp_path / "without"
     shutil.copytree(finished.path, without, ignore=shutil.ignore_patterns("global_step_*"))
@@ -129,7 +129,7 @@ def test_mistakes_are_named(finished: RunFolder, tmp_path: Path, capsys: pytest.
         assert message in capsys.readouterr().err
 
 
-def test_difference_of_one_token_is_told_with_its_log_probs():
+def test_token_difference_is_reported_with_log_probs():
     tokens = {"ids": [5, 6, 7], "text": ["a", "b", "c"], "log_probs": [-1.0, -2.0, -3.0]}
     row = {"prompt_ids": [1], "prompt": "p", "tokens": tokens, "reward": 1.0, "stop_reason": "stop", "failure": None}
     other = row | {"tokens": {"ids": [5, 9], "text": ["a", "x"], "log_probs": [-1.5, -0.5]}, "reward": 0.0}

@@ -55,7 +55,7 @@ def other_prompts(folder: Path, word: str = "sing") -> str:
         ({"generator": {"n_samples_per_prompt": 2}}, "generator.n_samples_per_prompt: 4 -> 2"),
     ],
 )
-def test_another_experiment_is_refused_before_anything_starts(
+def test_resume_of_other_experiment_is_refused_before_start(
     settings: Make, checkpointed: Path, changes: Changes, line: str
 ):
     with pytest.raises(ConfigError) as error:
@@ -67,7 +67,7 @@ def test_another_experiment_is_refused_before_anything_starts(
         assert way_out in text
 
 
-def test_other_data_is_refused_by_its_content_and_not_by_its_name(settings: Make, prompts: str, checkpointed: Path):
+def test_changed_data_is_detected_by_content_not_name(settings: Make, prompts: str, checkpointed: Path):
     copy = checkpointed / "copy.jsonl"
     copy.write_text(Path(prompts).read_text())
     BasePPOExp(settings(checkpointed, {"data": {"train_data": [str(copy)]}}))
@@ -76,7 +76,7 @@ def test_other_data_is_refused_by_its_content_and_not_by_its_name(settings: Make
     assert "besides (these may change):\n  data.train_data:" in str(error.value)
 
 
-def test_steerable_settings_may_change_and_are_listed(settings: Make, checkpointed: Path):
+def test_adjustable_settings_may_change_and_are_listed(settings: Make, checkpointed: Path):
     changes = {"trainer": {"policy": {"optimizer_config": {"lr": 5e-4}}, "max_training_steps": 3}}
     experiment = BasePPOExp(settings(checkpointed, changes))
     found = resume(experiment)
@@ -92,36 +92,36 @@ def resume(experiment: BasePPOExp) -> list[Any]:
     return check_resumption(cfg.trainer, store, Provenance.of(cfg, experiment.train_dataset))
 
 
-def test_resume_allow_changes_lets_another_experiment_go_on(settings: Make, checkpointed: Path):
+def test_resume_allow_changes_accepts_other_experiment(settings: Make, checkpointed: Path):
     changes = {"trainer": {"seed": 7, "resume_allow_changes": True}}
     names = [change.name for change in resume(BasePPOExp(settings(checkpointed, changes)))]
     assert names == ["trainer.seed", "generator.seed"]
 
 
-def test_fresh_start_is_not_compared(settings: Make, checkpointed: Path):
+def test_fresh_start_skips_comparison(settings: Make, checkpointed: Path):
     BasePPOExp(settings(checkpointed, {"trainer": {"seed": 7, "resume_mode": "none"}}))
 
 
-def test_evaluation_in_the_folder_of_a_run_is_not_compared(settings: Make, prompts: str, checkpointed: Path):
+def test_evaluation_in_run_folder_skips_comparison(settings: Make, prompts: str, checkpointed: Path):
     changes = {"trainer": {"seed": 7}, "data": {"val_data": [prompts]}}
     assert not EvalOnlyEntrypoint(settings(checkpointed, changes)).is_finished()
 
 
-def test_checkpoint_of_an_earlier_release_is_resumed_with_a_warning(settings: Make, tmp_path: Path, log: list[str]):
+def test_checkpoint_of_earlier_release_resumes_with_warning(settings: Make, tmp_path: Path, log: list[str]):
     with CheckpointStore(tmp_path / "ckpts").writing(1) as draft:
         (draft.folder / "trainer_state.json").write_text("{}")
     BasePPOExp(settings(tmp_path, {"trainer": {"seed": 7}}))
     assert any("does not record its settings and data" in line for line in log)
 
 
-def test_damaged_provenance_is_named(checkpointed: Path, settings: Make):
+def test_damaged_provenance_file_is_named(checkpointed: Path, settings: Make):
     path = checkpointed / "ckpts" / "global_step_1" / "provenance.json"
     path.write_text("{")
     with pytest.raises(CheckpointError, match=r"provenance.json cannot be read"):
         BasePPOExp(settings(checkpointed, {}))
 
 
-def test_finished_run_says_so(settings: Make, tmp_path: Path, log: list[str]):
+def test_finished_run_logs_reason_and_remedies(settings: Make, tmp_path: Path, log: list[str]):
     write_checkpoint(BasePPOExp(settings(tmp_path, {})), step=2)
     assert not BasePPOExp(settings(tmp_path, {"trainer": {"max_training_steps": 3}})).is_finished()
     assert not BasePPOExp(settings(tmp_path, {"trainer": {"resume_mode": "none"}})).is_finished()
@@ -131,7 +131,7 @@ def test_finished_run_says_so(settings: Make, tmp_path: Path, log: list[str]):
         assert words in said
 
 
-def test_a_setting_unknown_to_one_release_is_not_compared():
+def test_setting_unknown_to_either_release_is_not_compared():
     before, after = Provenance({"a": 1, "b": 2, "gone": 3}, "data"), Provenance({"a": 1, "b": 4, "new": 5}, "data")
     assert [str(change) for change in changes_between(before, after)] == ["b: 2 -> 4"]
 
@@ -141,7 +141,7 @@ class Rows(list[Any]):
         return items
 
 
-def test_description_of_data_depends_on_content_and_order_alone():
+def test_data_digest_depends_on_content_and_order():
     class Thing:
         """Object without a repr of its own: the default one contains an address."""
 
@@ -155,12 +155,14 @@ def test_description_of_data_depends_on_content_and_order_alone():
 @pytest.mark.parametrize(
     "num_rows, epochs, most, expected", [(16, 1, None, 4), (19, 2, None, 8), (16, 2, 5, 5), (16, 1, 9, 4)]
 )
-def test_number_of_training_steps(settings: Make, tmp_path: Path, num_rows, epochs, most, expected):
+def test_number_of_training_steps_is_computed_from_data_and_settings(
+    settings: Make, tmp_path: Path, num_rows, epochs, most, expected
+):
     trainer = settings(tmp_path, {"trainer": {"epochs": epochs, "max_training_steps": most}}).trainer
     assert num_training_steps(trainer, num_rows) == expected
 
 
-def test_state_of_a_checkpoint_has_the_counts_of_skipped_updates(settings: Make, tmp_path: Path):
+def test_checkpoint_state_has_skipped_update_counts(settings: Make, tmp_path: Path):
     """Otherwise a resumed run whose last update is skipped would end as one that never updated."""
     experiment = BasePPOExp(settings(tmp_path, {}))
 
@@ -178,7 +180,7 @@ def test_state_of_a_checkpoint_has_the_counts_of_skipped_updates(settings: Make,
     assert found == {"policy/consecutive_skipped_updates": 2.0}
 
 
-def test_environment_setting_that_rows_override_is_a_warning(settings: Make, tmp_path: Path, log: list[str]):
+def test_environment_setting_overridden_by_rows_warns(settings: Make, tmp_path: Path, log: list[str]):
     path = tmp_path / "rows.jsonl"
     row = {"prompt": [{"role": "user", "content": "sing"}], "env_class": "different_characters"}
     path.write_text("\n".join([json.dumps(row)] * 4))

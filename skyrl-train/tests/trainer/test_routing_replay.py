@@ -60,7 +60,7 @@ def run_mixture(settings: Any, merged: Any, chat_mixture: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_r2_trains_the_second_update_on_the_routes_of_the_first(run_mixture: Any, bf16: bool):
+def test_r2_trains_second_update_on_routes_of_first(run_mixture: Any, bf16: bool):
     """Two large optimizer steps: the second would choose other experts, and replays those of the start."""
     first, second = run_mixture({"trainer": {"policy": {"routing_replay": "R2"}, "bf16": bf16}})
     for step in (first, second):
@@ -97,7 +97,7 @@ SLOW_KINDS = {
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS)])
-def test_r3_replays_each_token_in_its_place(run_mixture: Any, merged: Any, kind: str):
+def test_r3_replays_routes_at_matching_positions(run_mixture: Any, merged: Any, kind: str):
     """Engine and trainer compute the same in float32: what is replayed is what the trainer would choose. Routes of
     other places are others: see the next test. (In asynchronous training weights are a step older, by a tiny step.)"""
     slowly = {"trainer": {"policy": {"optimizer_config": {"lr": 1e-6}}}}
@@ -107,7 +107,7 @@ def test_r3_replays_each_token_in_its_place(run_mixture: Any, merged: Any, kind:
         assert step["policy/ratio_alarms"] == 0
 
 
-def test_r3_with_routes_of_the_next_token_is_seen(run_mixture: Any, merged: Any, monkeypatch: pytest.MonkeyPatch):
+def test_r3_metric_detects_routes_shifted_by_token(run_mixture: Any, merged: Any, monkeypatch: pytest.MonkeyPatch):
     aligned = collate_module.pad_routes
 
     def shifted(*args: Any) -> Any:
@@ -134,7 +134,7 @@ def test_r3_with_routes_of_the_next_token_is_seen(run_mixture: Any, merged: Any,
         ),
     ],
 )
-def test_r3_without_routes_of_every_token_is_refused(
+def test_r3_is_refused_without_routes_of_every_token(
     settings: Any, merged: Any, tmp_path: Path, changes: Any, message: str
 ):
     apart = {"trainer": {"placement": {"launcher": "ray", "colocate_all": False}}}
@@ -142,12 +142,12 @@ def test_r3_without_routes_of_every_token_is_refused(
         validate_cfg(settings(tmp_path, merged(merged(R3, apart), changes)))
 
 
-def test_a_model_that_is_no_mixture_is_refused(settings: Any, merged: Any, tmp_path: Path):
+def test_dense_model_is_refused(settings: Any, merged: Any, tmp_path: Path):
     with pytest.raises(Exception, match="routing_replay=R2 needs a mixture of experts, and Qwen3ForCausalLM has no"):
         BasePPOExp(settings(tmp_path, {"trainer": {"policy": {"routing_replay": "R2"}}})).run()
 
 
-def test_r3_begins_a_journal_of_its_own(run_mixture: Any, merged: Any, tmp_path: Path):
+def test_r3_starts_new_journal(run_mixture: Any, merged: Any, tmp_path: Path):
     """Groups that a run without replay left in the journal have no routes: with R3 they are generated again."""
     journal = tmp_path / "run" / "rollouts" / "journal.jsonl"
 

@@ -64,7 +64,7 @@ def assert_same_curve(found: Curve, expected: Curve) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [*itertools.permutations(BACKENDS, 2)])
-def test_run_goes_on_under_another_backend(
+def test_run_resumes_under_other_backend(
     first: str, second: str, begun: dict[str, Path], uninterrupted: Curve, under: Make, run: Any
 ):
     cfg = under(second, f"{first}, then {second}", 3)
@@ -74,7 +74,7 @@ def test_run_goes_on_under_another_backend(
 
 @pytest.mark.process
 @pytest.mark.timeout(300)
-def test_killed_run_goes_on_under_another_backend(uninterrupted: Curve, under: Make, run: Any, tmp_path: Path):
+def test_killed_run_resumes_under_other_backend(uninterrupted: Curve, under: Make, run: Any, tmp_path: Path):
     cfg = under("deepspeed", "killed", 4)
     values = json.loads(json.dumps(get_config_as_dict(cfg)))
     process = fork_server().Process(target=train, args=(values, str(tmp_path / "console.log")))

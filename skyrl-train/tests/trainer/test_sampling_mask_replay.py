@@ -62,7 +62,7 @@ def train(settings: Any, merged: Any, run: Any, tmp_path: Path) -> Callable[...,
         *(pytest.param(kind, marks=pytest.mark.full) for kind in FULL_KINDS),
     ],
 )
-def test_trainer_has_the_log_probs_that_tokens_were_drawn_with(train: Any, kind: str):
+def test_trainer_log_probs_match_sampling_log_probs(train: Any, kind: str):
     """Within the rounding of float32. (In asynchronous training weights are a step older, by a tiny step.)"""
     mean, largest = (1e-4, 1e-3) if kind == "asynchronous" else (2e-6, 2e-5)
     for step in train(SLOWLY, (KINDS | SLOW_KINDS | FULL_KINDS)[kind]):
@@ -73,7 +73,7 @@ def test_trainer_has_the_log_probs_that_tokens_were_drawn_with(train: Any, kind:
         assert 1 < step["generate/kept_tokens_mean"] < step["generate/kept_tokens_max"] <= 40
 
 
-def test_log_probs_over_the_vocabulary_differ_by_the_mass_that_was_cut(train: Any, monkeypatch: pytest.MonkeyPatch):
+def test_full_vocabulary_log_probs_differ_by_truncated_mass(train: Any, monkeypatch: pytest.MonkeyPatch):
     """The same rollouts, of which the trainer is not told the kept tokens: log 0.7 a token (-0.36) or below, as the 40
     likeliest are chosen first."""
     collate = collate_module.collate
@@ -89,7 +89,7 @@ def test_log_probs_over_the_vocabulary_differ_by_the_mass_that_was_cut(train: An
         assert step["policy/rollout_train_ratio_mean"] < 0.7
 
 
-def test_kept_tokens_of_the_next_token_end_the_run(train: Any, monkeypatch: pytest.MonkeyPatch):
+def test_kept_tokens_shifted_by_token_end_run(train: Any, monkeypatch: pytest.MonkeyPatch):
     own = KeptTokens.of
 
     def shifted(sets: Any) -> KeptTokens:
@@ -100,7 +100,7 @@ def test_kept_tokens_of_the_next_token_end_the_run(train: Any, monkeypatch: pyte
         train()
 
 
-def test_reference_is_renormalized_as_well(train: Any):
+def test_reference_log_probs_are_renormalized(train: Any):
     """Before the first update policy and reference are the same, so their divergence is 0; over the vocabulary it would
     be the mass that was cut."""
     kl = {"trainer": {"algorithm": {"use_kl_loss": True}, "policy_mini_batch_size": 4}}
@@ -128,7 +128,7 @@ def test_reference_is_renormalized_as_well(train: Any):
         ),
     ],
 )
-def test_runs_whose_kept_tokens_would_be_lost_are_refused(
+def test_settings_without_kept_tokens_are_refused(
     settings: Any, merged: Any, tmp_path: Path, changes: dict[str, Any], message: str
 ):
     apart = {"trainer": {"placement": {"launcher": "ray", "colocate_all": False}}}
@@ -136,7 +136,7 @@ def test_runs_whose_kept_tokens_would_be_lost_are_refused(
         validate_cfg(settings(tmp_path, merged(merged(REPLAY, apart), changes)))
 
 
-def test_replay_begins_a_journal_of_its_own(train: Any, tmp_path: Path):
+def test_replay_starts_new_journal(train: Any, tmp_path: Path):
     """Groups that a run without replay left in the journal have no kept tokens: with it they are generated again."""
     journal = tmp_path / "run" / "rollouts" / "journal.jsonl"
     resumable = ASYNCHRONOUS | {"trainer": {**ASYNCHRONOUS["trainer"], "ckpt_interval": 1, "max_training_steps": 1}}

@@ -8,7 +8,7 @@ from loguru import logger
 from skyrl_train.orchestration.step_metrics import first_ratio_metrics, step_metrics
 
 
-def test_losses_are_sums_over_shards_and_token_numbers_means_over_tokens():
+def test_losses_are_summed_over_shards_and_token_metrics_averaged():
     first = [
         {"loss/final_loss": 0.25, "token/policy_entropy": 3.0, "token/clip_ratio": 1.0, "num_tokens": 3.0},
         {"loss/final_loss": 0.5, "token/policy_entropy": 1.0, "token/clip_ratio": 0.0, "num_tokens": 1.0},
@@ -21,7 +21,7 @@ def test_losses_are_sums_over_shards_and_token_numbers_means_over_tokens():
     assert metrics["policy/grad_norm"] == 2.0
 
 
-def test_the_critics_numbers_have_the_names_they_are_known_by():
+def test_critic_metrics_have_published_names():
     sums = [[{"loss/critic_loss": 0.5, "token/values": 2.0, "token/values_clipfrac": 1.0, "num_tokens": 4.0}]]
     metrics = step_metrics("critic", sums, [{"grad_norm": 1.0, "critic_lr": 1e-5}])
     assert metrics == {
@@ -33,13 +33,13 @@ def test_the_critics_numbers_have_the_names_they_are_known_by():
     }
 
 
-def test_maxima_are_over_shards_and_steps():
+def test_maxima_are_taken_over_shards_and_steps():
     steps = [[{"max/ratio_deviation": 0.1}, {"max/ratio_deviation": 0.3}], [{"max/ratio_deviation": 0.2}] * 2]
     assert step_metrics("policy", steps, [])["policy/ratio_deviation_max"] == 0.3
 
 
 @pytest.mark.parametrize("deviation, alarms", [(0.0, 0), (1e-4, 0), (2e-4, 1), (math.inf, 1), (math.nan, 1)], ids=str)
-def test_a_first_ratio_that_is_not_1_raises_the_alarm(deviation: float, alarms: int):
+def test_first_ratio_other_than_1_raises_alarm(deviation: float, alarms: int):
     said: list[str] = []
     sink = logger.add(said.append, format="{message}")
     try:

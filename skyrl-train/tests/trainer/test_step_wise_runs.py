@@ -30,7 +30,7 @@ def folders(settings, run, merged, tmp_path_factory) -> dict[str, RunFolder]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_run_folder_has_what_training_knew_of_each_token(folders, name):
+def test_run_folder_has_training_columns_of_each_token(folders, name):
     for file in folders[name].trajectory_files():
         rows = folders[name].read_trajectories(file.step, "train")
         columns = [row for _, row in read_json_lines(folders[name].token_columns_path(file.step))]
@@ -50,7 +50,7 @@ def test_run_folder_has_what_training_knew_of_each_token(folders, name):
         assert sum(entropies) / len(entropies) == pytest.approx(metrics["policy/policy_entropy"], rel=1e-3)
 
 
-def test_turns_joined_or_apart_learn_what_whole_conversations_do(folders):
+def test_joined_and_separate_turns_train_same_as_full_conversations(folders):
     """The same tokens with the same advantages: the same numbers, but for the order in which they are added."""
     results = {name: folder.read_metrics() for name, folder in folders.items()}
     for step, expected in enumerate(results["whole"]):

@@ -128,7 +128,7 @@ def test_stopped_run_resumes_exactly(
     assert resumed == steps_of(tmp_path / "whole")
 
 
-def test_stop_before_first_step_ends_leaves_no_checkpoint(settings: Settings, merged: Any, tmp_path: Path) -> None:
+def test_stop_within_first_step_leaves_no_checkpoint(settings: Settings, merged: Any, tmp_path: Path) -> None:
     with called_in_environment(Stopper(1)) as own, pytest.raises(KeyboardInterrupt):
         BasePPOExp(settings(tmp_path, merged(THREE_STEPS, own))).run()
     assert checkpoints_of(tmp_path) == []
@@ -139,7 +139,7 @@ def test_stop_before_first_step_ends_leaves_no_checkpoint(settings: Settings, me
     [(2, {}), (1, {"trainer": {"stop_timeout_seconds": 0}}), (1, {"trainer": {"ckpt_interval": -1}})],
     ids=["second signal", "no time", "no checkpoints"],
 )
-def test_stop_at_once_leaves_no_checkpoint(
+def test_immediate_stop_leaves_no_checkpoint(
     settings: Settings, merged: Any, tmp_path: Path, num_signals: int, changes: Any
 ) -> None:
     with called_in_loss(Stopper(4 + 1, num_signals=num_signals)) as own, pytest.raises(KeyboardInterrupt):
@@ -148,7 +148,7 @@ def test_stop_at_once_leaves_no_checkpoint(
     assert [row["step"] for row in steps_of(tmp_path)] == [1]
 
 
-def test_stop_ends_run_whose_step_lasts_beyond_deadline(
+def test_stop_ends_run_when_step_exceeds_deadline(
     settings: Settings, merged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("skyrl_train.orchestration.inline_launcher.EXIT_SECONDS", 0.1)  # the worker's call never ends

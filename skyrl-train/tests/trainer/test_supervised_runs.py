@@ -75,7 +75,7 @@ def column(steps: list[dict], name: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_demonstrations_are_learnt(chat_model, demonstrations, tmp_path):
+def test_supervised_loss_decreases_on_demonstrations(chat_model, demonstrations, tmp_path):
     steps = run(
         SupervisedConfig, chat_model, demonstrations, tmp_path, max_training_steps=150, max_tokens_per_microbatch=256
     )
@@ -87,7 +87,7 @@ def test_demonstrations_are_learnt(chat_model, demonstrations, tmp_path):
 
 
 @pytest.mark.full
-def test_ranks_and_packing_change_nothing(chat_model, demonstrations, ray_cpu, tmp_path):
+def test_ranks_and_packing_keep_results_equal(chat_model, demonstrations, ray_cpu, tmp_path):
     plain = run(SupervisedConfig, chat_model, demonstrations, tmp_path / "plain", use_sample_packing=False)
     divided = run(
         SupervisedConfig, chat_model, demonstrations, tmp_path / "divided", ranks=2, max_tokens_per_microbatch=40
@@ -96,7 +96,7 @@ def test_ranks_and_packing_change_nothing(chat_model, demonstrations, ray_cpu, t
         assert column(divided, name) == pytest.approx(column(plain, name), rel=1e-4), name
 
 
-def test_a_run_goes_on_exactly_where_it_stopped(chat_model, demonstrations, tmp_path):
+def test_supervised_run_resumes_exactly(chat_model, demonstrations, tmp_path):
     whole = run(SupervisedConfig, chat_model, demonstrations, tmp_path / "whole", max_training_steps=6)
     first = dict(max_training_steps=6, ckpt_interval=3)
     run(SupervisedConfig, chat_model, demonstrations, tmp_path / "halves", **{**first, "max_training_steps": 3})
@@ -106,7 +106,7 @@ def test_a_run_goes_on_exactly_where_it_stopped(chat_model, demonstrations, tmp_
 
 
 @pytest.mark.slow
-def test_pairs_are_told_apart(chat_model, preferences, tmp_path):
+def test_preference_pairs_are_separated(chat_model, preferences, tmp_path):
     steps = run(PreferenceConfig, chat_model, preferences, tmp_path, lr=1e-3, max_training_steps=20)
     assert column(steps, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)  # policy = reference: no preference
     first, last = column(steps, "eval/loss")
@@ -116,7 +116,7 @@ def test_pairs_are_told_apart(chat_model, preferences, tmp_path):
 
 
 @pytest.mark.slow
-def test_adapters_alone_are_trained_and_exported_merged(chat_model, demonstrations, tmp_path):
+def test_only_adapters_are_trained_and_export_is_merged(chat_model, demonstrations, tmp_path):
     steps = run(
         SupervisedConfig, chat_model, demonstrations, tmp_path, max_training_steps=20, hf_save_interval=100,
         model={"lora": {"rank": 4, "alpha": 8}},

@@ -19,26 +19,26 @@ def batch() -> TensorBatch:
     )
 
 
-def test_the_size_is_that_of_the_tensors():
+def test_batch_size_equals_tensor_size():
     assert len(batch()) == batch().batch_size == 3
     assert batch().device == torch.device("cpu")
     assert len(TensorBatch()) == 0 and TensorBatch().device is None
     assert len(TensorBatch(values=None)) == 0
 
 
-def test_tensors_of_different_sizes_are_refused_at_any_time():
+def test_tensors_of_different_sizes_are_refused():
     with pytest.raises(ValueError, match=r"Batch size mismatch.*'a': 2, 'b': 3"):
         TensorBatch(a=torch.zeros(2), b=torch.zeros(3))
     with pytest.raises(ValueError, match="Batch size mismatch"):
         batch()["more"] = torch.zeros(4)
 
 
-def test_values_other_than_tensors_are_refused():
+def test_non_tensor_values_are_refused():
     with pytest.raises(ValueError, match="'a' must be a tensor or None; got list"):
         TensorBatch(a=[1, 2])
 
 
-def test_a_column_that_is_none_is_there_but_is_no_tensor():
+def test_none_column_is_present_but_not_tensor():
     assert batch()["values"] is None
     with pytest.raises(KeyError, match="'values' is None"):
         batch().tensor("values")
@@ -46,7 +46,7 @@ def test_a_column_that_is_none_is_there_but_is_no_tensor():
         batch().tensor("advantages")
 
 
-def test_rows_by_position_slice_and_index():
+def test_rows_are_selected_by_position_slice_and_index():
     assert batch()[1]["ids"].tolist() == [[3, 4]]
     assert batch()[-1]["ids"].tolist() == [[5, 6]]
     assert batch()[1:]["reward"].tolist() == pytest.approx([0.2, 0.3])
@@ -56,24 +56,24 @@ def test_rows_by_position_slice_and_index():
     assert batch()[1]["values"] is None
 
 
-def test_chunks_are_consecutive_and_the_last_may_be_smaller():
+def test_chunks_are_consecutive_and_last_may_be_smaller():
     assert [chunk["ids"].tolist() for chunk in batch().chunk(2)] == [[[1, 2], [3, 4]], [[5, 6]]]
     assert batch().chunk(2)[1].metadata == {"uids": ["a", "b", "c"]}
 
 
-def test_the_metadata_of_a_part_is_its_own():
+def test_slice_has_separate_metadata():
     whole = batch()
     whole.slice(0, 1).metadata["uids"] = []
     assert whole.metadata == {"uids": ["a", "b", "c"]}
 
 
-def test_repeating_whole_and_row_by_row():
+def test_batch_repeats_blockwise_and_by_row():
     assert batch().repeat(2)["ids"].tolist() == [[1, 2], [3, 4], [5, 6]] * 2
     assert batch().repeat_interleave(2)["ids"].tolist() == [[1, 2], [1, 2], [3, 4], [3, 4], [5, 6], [5, 6]]
     assert batch().repeat(2)["reward"].shape == (6,)
 
 
-def test_selecting_columns_and_metadata():
+def test_select_keeps_given_columns_and_metadata():
     selected = batch().select(["reward"], [])
     assert list(selected) == ["reward"] and selected.metadata == {}
     assert batch().select(["reward", "values"]).metadata == {"uids": ["a", "b", "c"]}
@@ -81,7 +81,7 @@ def test_selecting_columns_and_metadata():
         batch().select(["advantages"])
 
 
-def test_joining_undoes_chunking():
+def test_concatenation_restores_chunked_batch():
     assert TensorBatch.cat(batch().chunk(2)) == batch()
     with pytest.raises(ValueError, match="empty list"):
         TensorBatch.cat([])
@@ -89,7 +89,7 @@ def test_joining_undoes_chunking():
         TensorBatch.cat([batch(), TensorBatch(ids=torch.zeros(1, 2))])
 
 
-def test_conversion_happens_in_place():
+def test_conversion_is_in_place():
     ours = batch()
     assert ours.to(dtype=torch.float64) is ours
     assert ours["ids"].dtype == ours["reward"].dtype == torch.float64
@@ -97,7 +97,7 @@ def test_conversion_happens_in_place():
     assert transposed.contiguous()["a"].is_contiguous()
 
 
-def test_equality_is_of_values_types_and_metadata():
+def test_equality_compares_values_types_and_metadata():
     assert batch() == batch()
     other = batch()
     other["reward"] = other.tensor("reward").double()
@@ -112,7 +112,7 @@ def test_equality_is_of_values_types_and_metadata():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_pickling_keeps_every_bit_and_the_class(dtype: torch.dtype):
+def test_pickling_keeps_bits_and_class(dtype: torch.dtype):
     tensor = torch.tensor([[1.5, 0.0], [-3.25, 1e-3]]).to(dtype)
     sent = TrainingInputBatch(a=tensor, transposed=tensor.T, none=None, metadata={"n": 1})
     received = pickle.loads(pickle.dumps(sent))
@@ -122,11 +122,11 @@ def test_pickling_keeps_every_bit_and_the_class(dtype: torch.dtype):
     assert received != sent
 
 
-def test_numbers_that_are_not_numbers_survive_pickling():
+def test_nan_survives_pickling():
     received = pickle.loads(pickle.dumps(TensorBatch(a=torch.tensor([float("nan"), float("inf")]))))
     assert received["a"].isnan().tolist() == [True, False]
 
 
-def test_saving_and_loading(tmp_path: Path):
+def test_saved_batch_loads_equal(tmp_path: Path):
     batch().save(tmp_path / "batch.pkl")
     assert TensorBatch.load(tmp_path / "batch.pkl") == batch()

@@ -20,7 +20,7 @@ LORA = {"policy": {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e
     ids=lambda value: value if isinstance(value, str) else " ".join(value) or "colocated",
 )
 @pytest.mark.parametrize("launcher", ["inline", pytest.param("ray", marks=pytest.mark.full)])
-def test_engines_follow_the_policy(launcher, strategy, trainer, settings, merged, run, tmp_path):
+def test_engines_receive_policy_weights(launcher, strategy, trainer, settings, merged, run, tmp_path):
     generator = {"weight_sync_strategy": strategy, "weight_sync_canary_interval": 1, "weight_sync_verification": "full"}
     where = {"trainer": {"placement": {"launcher": launcher}}}
     steps = run(settings(tmp_path, merged({"trainer": trainer, "generator": generator}, where)))
@@ -33,7 +33,7 @@ def test_engines_follow_the_policy(launcher, strategy, trainer, settings, merged
     assert steps[1]["policy/rollout_train_logprobs_abs_diff_max"] > 0, "computed twice, by different code"
 
 
-def test_log_probs_are_compared_at_the_first_sync_and_every_second_from_there(settings, run, tmp_path):
+def test_log_probs_are_compared_at_first_and_every_second_sync(settings, run, tmp_path):
     """Syncs before the first step, after it (not compared), and after the second."""
     generator = {"weight_sync_canary_interval": 2}
     first, second = run(settings(tmp_path, {"generator": generator, "trainer": {"placement": {"launcher": "inline"}}}))

@@ -88,7 +88,7 @@ MARKS = {
     "variant",
     [pytest.param(name, marks=mark) for name in VARIANTS for begin, mark in MARKS.items() if name.startswith(begin)],
 )
-def test_every_way_to_run_learns_and_agrees_with_its_engines(variant, settings, run, tmp_path):
+def test_run_learns_and_agrees_with_engines(variant, settings, run, tmp_path):
     cfg = settings(tmp_path, VARIANTS[variant])
     steps = run(cfg)
     assert [row["step"] for row in steps] == [1, 2]
@@ -121,7 +121,7 @@ def test_every_way_to_run_learns_and_agrees_with_its_engines(variant, settings, 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("launcher", ["ray", "inline"])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_the_same_run_on_a_gpu(bf16, launcher, settings, run, tmp_path):
+def test_run_learns_on_gpu(bf16, launcher, settings, run, tmp_path):
     """Policy, reference and engine take turns on one device; float32 and bfloat16."""
     on_gpu = {
         "trainer": {
@@ -141,7 +141,7 @@ def test_the_same_run_on_a_gpu(bf16, launcher, settings, run, tmp_path):
 
 
 @pytest.mark.full  # training_backends/test_layouts.py resumes under other ranks
-def test_a_run_goes_on_with_another_number_of_ranks(settings, run, merged, tmp_path):
+def test_run_resumes_with_other_number_of_ranks(settings, run, merged, tmp_path):
     every_step: dict[str, Any] = {"trainer": {"ckpt_interval": 1, "hf_save_interval": 3, "max_training_steps": 3}}
     expected = run(settings(tmp_path / "whole", every_step))  # on one rank, without Ray
     first = merged(every_step, {**TWO_RANKS, "trainer": TWO_RANKS["trainer"] | {"max_training_steps": 2}})
@@ -156,7 +156,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(settings, run, merged, tmp_p
         torch.testing.assert_close(weight, weights[name], atol=1e-4, rtol=0)
 
 
-def test_evaluation_alone_gives_pass_at_k_and_files(settings, prompts, tmp_path):
+def test_standalone_evaluation_writes_pass_at_k_and_files(settings, prompts, tmp_path):
     cfg = settings(
         tmp_path,
         {

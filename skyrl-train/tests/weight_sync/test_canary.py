@@ -14,7 +14,7 @@ from skyrl_train.weight_sync.canary import (
 )
 
 
-def test_the_tokens_are_always_the_same_and_of_the_vocabulary():
+def test_canary_tokens_are_fixed_and_within_vocabulary():
     prompts = canary_prompts(vocab_size=50, max_length=4096)
     assert prompts == canary_prompts(vocab_size=50, max_length=4096)
     assert {len(prompt) for prompt in prompts} == {CANARY_LENGTH}
@@ -23,7 +23,7 @@ def test_the_tokens_are_always_the_same_and_of_the_vocabulary():
 
 
 @pytest.mark.parametrize(("max_length", "length"), [(9, 8), (3, 2), (1, 2)])  # two tokens: one that has a log-prob
-def test_canaries_fit_a_short_context_with_room_for_a_response(max_length: int, length: int):
+def test_canaries_fit_short_context_with_space_for_response(max_length: int, length: int):
     assert {len(prompt) for prompt in canary_prompts(vocab_size=50, max_length=max_length)} == {length}
 
 
@@ -39,11 +39,11 @@ def test_canaries_fit_a_short_context_with_room_for_a_response(max_length: int, 
         ([[-1.0, -2.0]], [[-1.0, -math.inf]], math.inf),
     ],
 )
-def test_the_difference_is_a_mean_over_tokens(expected, found, difference):
+def test_difference_is_mean_over_tokens(expected, found, difference):
     assert mean_difference(expected, found) == pytest.approx(difference)
 
 
-def test_the_engine_that_differs_is_named():
+def test_differing_engine_is_named():
     good, bad = [[-1.0, -2.0]], [[-1.0, -4.4]]
     assert check_canaries(good, [good, good], tolerance=1e-3, version=7) == 0.0
     with pytest.raises(
@@ -55,7 +55,7 @@ def test_the_engine_that_differs_is_named():
 LOG_PROBS = [[-4.0, -2.0], [-1.0, -5.0]]  # of mean size 3
 
 
-def test_tolerance_is_ten_times_the_gap_of_the_first_syncs():
+def test_tolerance_is_ten_times_gap_of_first_syncs():
     tolerance = CanaryTolerance(["bfloat16", "float32"])
     assert tolerance.now(LOG_PROBS) == 0.3  # nothing is measured: what bfloat16 explains
     for gap in (0.003, 0.004, 0.0035):
@@ -64,7 +64,7 @@ def test_tolerance_is_ten_times_the_gap_of_the_first_syncs():
     assert tolerance.now([[-8.0, -4.0], [-2.0, -10.0]]) == pytest.approx(0.07)  # rounding grows with the numbers
 
 
-def test_tolerance_counts_log_probs_near_zero_as_one_nat():
+def test_tolerance_counts_log_probs_near_zero_as_1_nat():
     """A model that is sure of every token: rounding does not shrink with its log-probs."""
     tolerance = CanaryTolerance(["bfloat16"])
     tolerance.update(0.003, [[-0.1, -0.3]])
@@ -72,7 +72,7 @@ def test_tolerance_counts_log_probs_near_zero_as_one_nat():
     assert tolerance.now([[-1.5, -1.5]]) == pytest.approx(0.045)
 
 
-def test_tolerance_does_not_follow_a_gap_that_grows_slowly():
+def test_tolerance_does_not_follow_slowly_growing_gap():
     tolerance = CanaryTolerance(["bfloat16"])
     for sync in range(100):
         tolerance.update(0.003 * 1.05**sync, LOG_PROBS)
@@ -82,13 +82,13 @@ def test_tolerance_does_not_follow_a_gap_that_grows_slowly():
 @pytest.mark.parametrize(
     "formats, gap, expected", [(["float32"], 1e-7, 1e-4), (["float32"], 5e-4, 1e-3), (["float32", "bfloat16"], 0, 0.02)]
 )
-def test_tolerance_stays_within_bounds_of_the_number_format(formats, gap, expected):
+def test_tolerance_is_bounded_by_number_format(formats, gap, expected):
     tolerance = CanaryTolerance(formats)
     tolerance.update(gap, LOG_PROBS)
     assert tolerance.now(LOG_PROBS) == pytest.approx(expected)
 
 
-def test_a_tolerance_that_is_set_holds_from_the_first_sync():
+def test_configured_tolerance_applies_from_first_sync():
     tolerance = CanaryTolerance(["bfloat16"], fixed=0.5)
     tolerance.update(0.003, LOG_PROBS)
     assert tolerance.now(LOG_PROBS) == 0.5

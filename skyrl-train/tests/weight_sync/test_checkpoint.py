@@ -22,7 +22,7 @@ def write(directory: Path, version: int) -> list[Path]:
     return folder.publish()
 
 
-def test_safetensors_reads_the_files_and_the_index_knows_every_tensor(tmp_path):
+def test_files_are_valid_safetensors_and_index_lists_every_tensor(tmp_path):
     files = write(tmp_path, 3)
     assert [file.name for file in files] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     loaded = load_file(files[0]) | load_file(files[1])
@@ -32,7 +32,7 @@ def test_safetensors_reads_the_files_and_the_index_knows_every_tensor(tmp_path):
     assert index["metadata"]["total_size"] == 12 + 8 + 12
 
 
-def test_a_version_appears_only_complete(tmp_path):
+def test_version_appears_only_when_complete(tmp_path):
     folder = CheckpointVersion(tmp_path, 3)
     folder.add(Payload.of(WEIGHTS))
     assert not (tmp_path / "3").exists()
@@ -40,20 +40,20 @@ def test_a_version_appears_only_complete(tmp_path):
     assert (tmp_path / "3" / INDEX).exists()
 
 
-def test_half_written_files_of_a_killed_trainer_are_rewritten(tmp_path):
+def test_partial_files_of_killed_trainer_are_rewritten(tmp_path):
     CheckpointVersion(tmp_path, 3).add(Payload.of(WEIGHTS))
     assert len(write(tmp_path, 3)) == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["3"]
 
 
-def test_a_reader_gets_the_bytes_of_a_file(tmp_path):
+def test_reader_returns_file_bytes(tmp_path):
     files = write(tmp_path, 1)
     request = Payload.of(WEIGHTS[:2]).request(version=1, index=0, location=str(files[0]))
     received = split_bytes(request, CheckpointReader().read(request))
     assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(received, WEIGHTS[:2], strict=True))
 
 
-def test_a_directory_that_does_not_exist_yet_is_made(tmp_path):
+def test_missing_directory_is_created(tmp_path):
     payload = Payload.of(WEIGHTS[:1])
     place = CheckpointWriter(str(tmp_path / "run" / "weights")).write(payload, 1, 0)
     request = payload.request(version=1, index=0, **place)
@@ -61,7 +61,7 @@ def test_a_directory_that_does_not_exist_yet_is_made(tmp_path):
     assert torch.equal(received, WEIGHTS[0][1])
 
 
-def test_a_file_that_is_not_there_or_too_short_is_named(tmp_path):
+def test_missing_or_truncated_file_is_named(tmp_path):
     files = write(tmp_path, 1)
     payload = Payload.of(WEIGHTS[:2])
     missing = payload.request(version=1, index=0, location=str(tmp_path / "9" / "x.safetensors"))
@@ -72,7 +72,7 @@ def test_a_file_that_is_not_there_or_too_short_is_named(tmp_path):
         CheckpointReader().read(short)
 
 
-def test_older_versions_go_once_all_engines_have_a_later_one(tmp_path):
+def test_old_versions_are_removed_after_all_engines_have_later_version(tmp_path):
     for version in (1, 2, 10):
         write(tmp_path, version)
     (tmp_path / "notes").mkdir()  # not ours
@@ -81,7 +81,7 @@ def test_older_versions_go_once_all_engines_have_a_later_one(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["10", "notes"]
 
 
-def test_the_version_before_stays_until_the_engines_have_finished(connect, tmp_path):
+def test_previous_version_is_kept_until_engines_finish(connect, tmp_path):
     engine = WeightHolder((name, torch.zeros_like(tensor)) for name, tensor in WEIGHTS)
     sender = connect(("checkpoint", "full"), engine)
     folder = tmp_path / "weights"
@@ -92,7 +92,7 @@ def test_the_version_before_stays_until_the_engines_have_finished(connect, tmp_p
     assert [entry.name for entry in folder.iterdir()] == ["2"]
 
 
-def test_a_full_or_forbidden_directory_is_named(connect, tmp_path):
+def test_full_or_unwritable_directory_is_named(connect, tmp_path):
     engine = WeightHolder((name, torch.zeros_like(tensor)) for name, tensor in WEIGHTS)
     sender = connect(("checkpoint", "full"), engine)
     (tmp_path / "weights").write_text("a file where the folder should be")

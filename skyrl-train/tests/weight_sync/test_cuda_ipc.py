@@ -24,7 +24,7 @@ class HolderOnGpu(WeightHolder):
 
 
 @pytest.mark.parametrize("most", [4_000_000, 64_000_000])
-def test_an_engine_on_the_same_gpu_holds_the_trainers_weights(most: int):
+def test_engine_on_same_gpu_has_trainer_weights(most: int):
     """`send` compares fingerprints of every byte; two tensors a bucket, then all in one."""
     device = torch.device("cuda", 0)
     infos = init_infos_for([Route("cuda_ipc")], [HolderInfo()], verification="full")

@@ -15,19 +15,19 @@ def encoded(new: np.ndarray, base: np.ndarray) -> bytes:
     return b"".join(encode(new, base))
 
 
-def test_gaps_count_from_the_position_before_and_escape_every_255():
+def test_gaps_are_relative_to_previous_position_with_escape_at_255():
     positions = np.array([0, 1, 255, 256 + 255, 2000])
     gaps = delta._gaps(positions)
     assert gaps.tolist() == [1, 1, 254, 255, 1, *[255] * 5, 214]
     assert delta._positions(gaps).tolist() == positions.tolist()
 
 
-def test_a_gap_of_exactly_255_ends_with_a_zero():
+def test_gap_of_255_ends_with_zero_byte():
     assert delta._gaps(np.array([254])).tolist() == [255, 0]
     assert delta._positions(np.array([255, 0], dtype=np.uint8)).tolist() == [254]
 
 
-def test_differences_are_written_with_the_sign_last_and_low_bytes_first():
+def test_differences_are_encoded_with_sign_last_and_low_bytes_first():
     differences = np.array([0, -1, 1, -2, 2, -32768, 32767], dtype=np.int16)
     planes = delta._planes(differences)
     assert planes.tolist() == [[0, 1, 2, 3, 4, 255, 254], [0, 0, 0, 0, 0, 255, 255]]
@@ -42,7 +42,7 @@ def test_differences_are_written_with_the_sign_last_and_low_bytes_first():
     chunk=st.sampled_from([7, 1000, 1 << 22]),
     seed=st.integers(0, 1000),
 )
-def test_decoding_restores_the_encoded_tensor(dtype, length: int, share: float, chunk: int, seed: int):
+def test_decoding_restores_encoded_tensor(dtype, length: int, share: float, chunk: int, seed: int):
     random = np.random.default_rng(seed)
     limits = np.iinfo(dtype)
     base = random.integers(limits.min, limits.max, length, dtype=dtype, endpoint=True)
@@ -56,12 +56,12 @@ def test_decoding_restores_the_encoded_tensor(dtype, length: int, share: float, 
     assert np.array_equal(base, new)
 
 
-def test_nothing_changed_takes_a_few_bytes():
+def test_unchanged_tensor_encodes_to_few_bytes():
     weights = np.arange(1_000_000, dtype=np.int16)
     assert len(encoded(weights, weights)) == 17
 
 
-def test_an_adam_step_at_a_small_learning_rate_takes_less_than_a_twentieth():
+def test_small_adam_step_encodes_to_less_than_twentieth():
     """The first step moves every float32 weight by the learning rate, 1e-6; in bfloat16 about 4 % of them move."""
     torch.manual_seed(0)
     weights = torch.nn.Parameter(torch.randn(2_000_000) * 0.02)
@@ -88,7 +88,7 @@ def test_negative_zero_and_nan_survive():
 
 
 @pytest.mark.parametrize("end", [0, 5, 17, 25, -1])
-def test_half_a_payload_is_refused(end: int):
+def test_truncated_payload_is_refused(end: int):
     base = np.zeros(10_000, dtype=np.int16)
     new = base.copy()
     new[::100] = 7

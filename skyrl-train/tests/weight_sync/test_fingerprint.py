@@ -28,7 +28,7 @@ def flip_bit(tensor: torch.Tensor, byte: int) -> torch.Tensor:
     return flipped
 
 
-def test_a_small_tensor_is_hashed_whole_with_its_dtype_and_shape():
+def test_small_tensor_hash_covers_all_bytes_dtype_and_shape():
     tensor = torch.tensor([[1, 0, 2]], dtype=torch.uint8)
     expected = xxhash.xxh3_64_intdigest(b"torch.uint8 (1, 3)" + bytes([1, 0, 2])) >> 1
     assert fingerprint_of(tensor, 1, "sampled") == fingerprint_of(tensor, 2, "full") == expected
@@ -45,7 +45,7 @@ def test_a_small_tensor_is_hashed_whole_with_its_dtype_and_shape():
         (1_000_000_000, MOST_TURNS),
     ],
 )
-def test_number_of_versions_until_a_tensor_is_read_whole(num_bytes: int, turns: int):
+def test_rotation_length_depends_on_tensor_size(num_bytes: int, turns: int):
     assert num_turns(num_bytes) == turns
 
 
@@ -57,13 +57,13 @@ def test_number_of_versions_until_a_tensor_is_read_whole(num_bytes: int, turns: 
         (WHOLE_BYTES, "sampled", WHOLE_BYTES),
     ],
 )
-def test_num_bytes_read_is_the_share_of_one_version(num_bytes: int, verification: Verification, read: int):
+def test_num_bytes_read_counts_single_version(num_bytes: int, verification: Verification, read: int):
     found = num_bytes_read(num_bytes, verification)
     assert found == read and isinstance(found, int)
 
 
 @pytest.mark.parametrize("byte", [0, 1, BLOCK_BYTES, 777_777, 2 * 1024 * 1024 - 1])
-def test_a_flipped_bit_is_seen_at_once_by_full_and_once_in_a_rotation_by_sampled(byte: int):
+def test_flipped_bit_is_detected_at_once_by_full_and_later_by_sampled(byte: int):
     tensor = large_tensor()
     flipped = flip_bit(tensor, byte)
     assert fingerprint_of(tensor, 5, "full") != fingerprint_of(flipped, 5, "full")
@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_seen_at_once_by_full_and_once_in_a_rotation_by_sampled
     assert sum(seen) == 1
 
 
-def test_bytes_behind_the_last_whole_block_are_read_in_every_version():
+def test_bytes_after_last_full_block_are_read_in_every_version():
     tensor = torch.zeros(WHOLE_BYTES + 10, dtype=torch.uint8)
     flipped = flip_bit(tensor, WHOLE_BYTES + 9)
     for version in range(num_turns(tensor.nbytes)):
@@ -81,7 +81,7 @@ def test_bytes_behind_the_last_whole_block_are_read_in_every_version():
 
 
 @pytest.mark.parametrize("verification", ["sampled", "full"])
-def test_other_tensors_have_other_fingerprints(verification):
+def test_different_tensors_have_different_fingerprints(verification):
     tensor = large_tensor()
     others = {
         "transposed": tensor.t(),
@@ -95,19 +95,19 @@ def test_other_tensors_have_other_fingerprints(verification):
     assert [name for name, other in others.items() if fingerprint_of(other, 3, verification) == expected] == []
 
 
-def test_memory_layout_of_a_tensor_does_not_matter():
+def test_fingerprint_is_independent_of_memory_layout():
     tensor = large_tensor()
     column_major = tensor.t().contiguous().t()
     assert column_major.stride() != tensor.stride()
     assert fingerprint_of(column_major, 1, "sampled") == fingerprint_of(tensor, 1, "sampled")
 
 
-def test_a_fingerprint_fits_signed_64_bit_integers():
+def test_fingerprint_fits_signed_64_bit_integer():
     values = fingerprints_of(((str(i), torch.tensor(float(i))) for i in range(100)), 1, "full").values()
     assert len(set(values)) == 100 and all(0 <= value < 1 << 63 for value in values)
 
 
-def test_no_verification_reads_nothing():
+def test_disabled_verification_reads_no_bytes():
     assert fingerprints_of([("a", torch.zeros(3))], 1, "off") == {}
 
 
@@ -129,7 +129,7 @@ def test_differences_name_tensors(report: dict[str, int], text: str):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("verification", ["sampled", "full"])
-def test_a_gpu_gives_the_same_numbers(verification):
+def test_gpu_and_cpu_fingerprints_are_equal(verification):
     named = [("large", large_tensor()), ("small", torch.ones(3)), ("other", -large_tensor())]
     on_gpu = [(name, tensor.cuda()) for name, tensor in named]
     assert fingerprints_of(on_gpu, 7, verification) == fingerprints_of(named, 7, verification)

@@ -9,19 +9,19 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_products_with_one_hot_rows_are_the_columns_bit_for_bit(dtype: torch.dtype):
+def test_one_hot_products_equal_columns_bitwise(dtype: torch.dtype):
     weight = torch.randn(50, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
     found = columns_by_products(lambda rows: rows @ weight.t(), (50, 70), slice(3, None, 8), dtype, CPU)
     assert torch.equal(found, weight[:, 3::8].t())
 
 
-def test_zeros_with_a_sign_and_subnormal_numbers_count_as_zero():
+def test_signed_zeros_and_subnormals_count_as_zero():
     weight = torch.tensor([[-0.0, 1e-40], [2.0, -3.0]])
     found = columns_by_products(lambda rows: rows @ weight.t(), (2, 2), slice(None), torch.float32, CPU)
     assert found.tolist() == [[0.0, 2.0], [0.0, -3.0]] and not found.signbit()[0, 0]
 
 
-def test_many_columns_are_read_in_pieces_of_bounded_size():
+def test_many_columns_are_read_in_bounded_chunks():
     weight = torch.randn(3, 5000)
     sizes = []
 

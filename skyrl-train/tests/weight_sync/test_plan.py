@@ -43,7 +43,7 @@ def route(strategy: Any, where: dict[str, Any], *, node: str = "here", gpu: str 
         ("checkpoint", SHARED_CPU, Route("checkpoint")),
     ],
 )
-def test_the_way_of_each_strategy(strategy, where: dict[str, Any], expected: Route):
+def test_each_strategy_selects_expected_route(strategy, where: dict[str, Any], expected: Route):
     assert route(strategy, where) == expected
 
 
@@ -56,7 +56,7 @@ def test_the_way_of_each_strategy(strategy, where: dict[str, Any], expected: Rou
         ("delta", SHARED_CPU, "broadcast"),
     ],
 )
-def test_an_engine_on_a_machine_without_ranks_gets_no_memory(strategy, where: dict[str, Any], expected: str):
+def test_engine_on_machine_without_ranks_cannot_use_shared_memory(strategy, where: dict[str, Any], expected: str):
     assert route(strategy, where, node="there", gpu="b").transport == expected
 
 
@@ -71,13 +71,13 @@ def test_an_engine_on_a_machine_without_ranks_gets_no_memory(strategy, where: di
         ("cuda_ipc", REMOTE | {"device": "cuda"}, "on the workers' GPUs"),
     ],
 )
-def test_a_way_that_cannot_work_is_refused_with_one_that_does(strategy, where: dict[str, Any], why: str):
+def test_impossible_route_is_refused_with_alternative(strategy, where: dict[str, Any], why: str):
     with pytest.raises(ConfigError) as raised:
         route(strategy, where, node="there", gpu="b")
     assert f"generator.weight_sync_strategy={strategy}" in str(raised.value) and why in str(raised.value)
 
 
-def test_adapters_take_no_transport():
+def test_adapters_with_transport_are_refused():
     with pytest.raises(ValueError, match="adapters are files"):
         route("adapter", SHARED_CPU)
 
@@ -85,7 +85,7 @@ def test_adapters_take_no_transport():
 # ---- several ranks
 
 
-def test_ranks_of_a_machine_serve_its_engines_in_turn():
+def test_ranks_serve_engines_of_same_machine_round_robin():
     """Two ranks on each of two machines; the fourth engine is the second one there, and the fifth has no rank."""
     engines = [HolderInfo(node=node) for node in ("here", "here", "there", "there", "elsewhere", "here")]
     routes = plan_routes("auto", engines, [HERE, HERE, THERE, THERE], **SHARED_CPU)
@@ -94,7 +94,7 @@ def test_ranks_of_a_machine_serve_its_engines_in_turn():
 
 
 @pytest.mark.parametrize("strategy", ["auto", "cuda_ipc"])
-def test_each_gpu_is_served_by_the_rank_on_it(strategy):
+def test_each_gpu_is_served_by_rank_on_same_gpu(strategy):
     """Ranks are numbered otherwise than GPUs, and the second engine spreads over two of them."""
     ranks = [RankPlace(node="here", gpu=gpu) for gpu in "dbac"]
     engines = [HolderInfo(node="here", gpus=gpus) for gpus in (["a"], ["b", "c"], ["d"])]
@@ -102,19 +102,19 @@ def test_each_gpu_is_served_by_the_rank_on_it(strategy):
     assert routes == [Route("cuda_ipc", sources=sources) for sources in ((2,), (1, 3), (0,))]
 
 
-def test_engine_that_does_not_tell_its_gpus_may_take_any_handle_of_its_machine():
+def test_engine_with_unknown_gpus_may_use_any_handle_of_machine():
     ranks = [RankPlace(node=node, gpu=gpu) for node, gpu in (("here", "a"), ("there", "b"), ("here", "c"))]
     assert plan_routes("auto", [HolderInfo(node="here")], ranks, **SHARED_GPU) == [Route("cuda_ipc", sources=(0, 2))]
 
 
-def test_engine_with_a_gpu_that_no_rank_has_is_served_through_the_host():
+def test_engine_on_gpu_without_rank_is_served_through_host():
     ranks = [RankPlace(node="here", gpu="a")]
     engines = [HolderInfo(node="here", gpus=["a", "b"])]
     assert plan_routes("auto", engines, ranks, **SHARED_GPU) == [Route("shared_memory")]
 
 
 @pytest.mark.parametrize("node, transport", [("here", "shared_memory"), ("there", "broadcast")])
-def test_changes_come_from_rank_0_alone(node: str, transport: str):
+def test_deltas_are_sent_by_rank_0_only(node: str, transport: str):
     engines = [HolderInfo(node="here"), HolderInfo(node=node)]
     routes = plan_routes("delta", engines, [HERE, RankPlace(node="there")], **SHARED_CPU)
     assert routes == [Route(transport, "delta")] * 2  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def test_changes_come_from_rank_0_alone(node: str, transport: str):
 # ---- init infos
 
 
-def test_ranks_of_a_group_count_the_processes_of_the_engines_in_it():
+def test_group_ranks_count_engine_processes():
     engines = [HolderInfo(num_weight_processes=count) for count in (2, 1, 8, 4)]
     routes = [Route("broadcast"), Route("broadcast"), Route("shared_memory", sources=(3,)), Route("broadcast")]
     infos = init_infos_for(routes, engines, master_address="127.0.0.1", master_port=7, backend="gloo")
@@ -132,7 +132,7 @@ def test_ranks_of_a_group_count_the_processes_of_the_engines_in_it():
     assert [info.sources for info in infos] == [(0,), (0,), (3,), (0,)]
 
 
-def test_init_info_has_the_way_and_the_settings():
+def test_init_info_has_route_and_settings():
     [info] = init_infos_for(
         [Route("shared_memory", "delta")], [HolderInfo()], directory="/d", verification="full", timeout_seconds=3.0
     )
@@ -148,7 +148,7 @@ def test_init_info_has_the_way_and_the_settings():
         ("shared_memory", {"weight_update": "read-only"}, True),
     ],
 )
-def test_an_engine_that_cannot_take_part_is_named_with_its_reason(transport, lacks: dict[str, str], refused: bool):
+def test_unsupported_engine_is_named_with_reason(transport, lacks: dict[str, str], refused: bool):
     engines = [HolderInfo(), HolderInfo(backend="sglang", unsupported=lacks)]
     routes = [Route(transport)] * 2
     if not refused:

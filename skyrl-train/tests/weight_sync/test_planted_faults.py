@@ -224,7 +224,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 @every_verification
 @every_way
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_caught_and_names_engine_and_tensors(name, ways, verification, connect):
+def test_planted_fault_is_detected_and_names_engine_and_tensors(name, ways, verification, connect):
     weights, (fault, message) = parameters(), FAULTS[name]
     good, bad = WeightHolder(zeros_like(weights)), FaultyHolder(zeros_like(weights), fault)
     most = 2 * TENSOR_BYTES * (1 if ways[0] == "checkpoint" else 4)
@@ -240,7 +240,7 @@ def test_a_planted_fault_is_caught_and_names_engine_and_tensors(name, ways, veri
 
 @every_verification
 @every_way
-def test_a_clean_run_never_alarms(ways, verification, connect):
+def test_clean_run_raises_no_alarm(ways, verification, connect):
     weights = parameters()
     engine = WeightHolder(zeros_like(weights))
     sender = connect(ways, engine, verification=verification, max_bucket_bytes=8 * TENSOR_BYTES)
@@ -258,7 +258,7 @@ class WrongBitForEver(WeightHolder):
         return super().finish_weight_update(version)
 
 
-def test_a_wrong_bit_in_a_large_tensor_is_caught_within_the_rotation_by_sampled_and_at_once_by_full(connect):
+def test_wrong_bit_in_large_tensor_is_detected_within_rotation(connect):
     large = torch.ones(1024, 512).bfloat16()
     turns = num_turns(large.nbytes)
     assert turns == 32
@@ -278,7 +278,7 @@ def test_a_wrong_bit_in_a_large_tensor_is_caught_within_the_rotation_by_sampled_
         sender.send([("large", large)], 1)
 
 
-def test_order_of_buckets_is_checked_even_with_verification_off(connect):
+def test_bucket_order_is_checked_with_verification_off(connect):
     weights = parameters()
     engine = FaultyHolder(zeros_like(weights), stale)
     sender = connect(("shared_memory", "full"), engine, verification="off")

@@ -58,7 +58,7 @@ def weights_with_a_blow(process: Any, blow: signal.Signals) -> Iterator[NamedTen
 @pytest.mark.parametrize(
     "blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)], ids=lambda blow: blow.name
 )
-def test_an_engine_that_dies_or_hangs_in_mid_sync_is_named_and_the_next_try_works(ways, blow, tmp_path):
+def test_engine_crash_or_hang_during_sync_is_named_and_retry_succeeds(ways, blow, tmp_path):
     """Staged ways are over with the buckets before engines are called: there the blow falls before the first."""
     holder = partial(WeightHolder.of_shapes, [(f"p{index}", (100, 1000)) for index in range(6)], torch.bfloat16)
     with HolderProcesses(2, holder, timeout_seconds=DEADLINE_SECONDS) as engines:
@@ -90,7 +90,7 @@ time.sleep(60)
 """
 
 
-def test_an_engine_whose_trainer_is_killed_in_mid_broadcast_learns_of_it(tmp_path):
+def test_engine_detects_trainer_killed_during_broadcast(tmp_path):
     port = find_free_port()
     command = [sys.executable, "-c", SENDER_THAT_STOPS_HALFWAY, str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
@@ -126,7 +126,7 @@ time.sleep(60)
 """
 
 
-def test_a_killed_trainer_leaves_neither_memory_nor_files_behind(tmp_path):
+def test_killed_trainer_leaves_no_shared_memory_or_files(tmp_path):
     command = [sys.executable, "-c", TRAINER_WITH_MEMORY_AND_FILES, str(tmp_path)]
     before = set(os.listdir("/dev/shm"))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
@@ -148,7 +148,7 @@ def peak_bytes(pid: int, *, reset: bool = False) -> int:
 
 
 @pytest.mark.parametrize("ways", [FULL[0], WAYS[1], FULL[2], WAYS[3]], ids="-".join)
-def test_both_sides_need_a_few_buckets_and_never_a_second_model(ways, tmp_path):
+def test_peak_memory_is_few_buckets_on_both_sides(ways, tmp_path):
     """A model of 320 MB in buckets of 20 MB, from 80 tensors of 4 MB (8 MB as float32) that are made one by one.
     Once both sides are warm, the most that they need besides is below half a model, allocators' slack included."""
     shapes, most = [(f"p{index}", (2000, 1000)) for index in range(80)], 20_000_000

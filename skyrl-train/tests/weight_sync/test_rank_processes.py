@@ -35,7 +35,7 @@ def sync(policy: SyncRanks, version: int) -> None:
 
 
 @pytest.mark.parametrize("routes", [OWN_RANK, MIXED, [Route("broadcast")] * 4], ids=["own", "mixed", "broadcast"])
-def test_random_delays_and_a_slow_engine_change_no_bit(policy, routes):
+def test_random_delays_and_slow_engine_keep_bits(policy, routes):
     policy.connect(routes, MOST)
     policy.call("be_slow", 1, 0.05)
     for version in (1, 2, 3):
@@ -44,7 +44,7 @@ def test_random_delays_and_a_slow_engine_change_no_bit(policy, routes):
 
 
 @pytest.mark.parametrize("routes", [OWN_RANK, MIXED], ids=["own", "mixed"])
-def test_engine_that_dies_is_named_on_every_rank_and_the_next_sync_works(policy, routes):
+def test_crashed_engine_is_named_on_every_rank_and_next_sync_works(policy, routes):
     policy.connect(routes, MOST)
     sync(policy, 1)
     policy.call("load", 2)
@@ -59,7 +59,7 @@ def test_engine_that_dies_is_named_on_every_rank_and_the_next_sync_works(policy,
     sync(policy, 3)
 
 
-def test_engine_that_hangs_is_named_after_its_deadline(policy):
+def test_hanging_engine_is_named_after_deadline(policy):
     policy.connect(OWN_RANK, MOST)
     policy.call("load", 2)
     policy.call("be_slow", 3, 60.0)
@@ -71,7 +71,7 @@ def test_engine_that_hangs_is_named_after_its_deadline(policy):
     policy.call("restart", 3)
 
 
-def test_rank_that_dies_ends_the_call_by_name(policy):
+def test_crashed_rank_ends_call_and_is_named(policy):
     """The last test: the group is gone with it."""
     policy.connect(OWN_RANK, MOST)
     policy.call("load", 4)

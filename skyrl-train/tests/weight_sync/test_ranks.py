@@ -171,7 +171,7 @@ def policy() -> Iterator[Callable[..., Policy]]:
     ],
     ids=["own-rank", "rank-0", "broadcast", "mixed"],
 )
-def test_every_engine_holds_the_weights_with_delays_and_a_slow_engine(policy, routes):
+def test_every_engine_has_weights_despite_delays_and_slow_engine(policy, routes):
     sync = policy(holders(_2=SlowHolder), routes)
     for version in (1, 2, 3):
         first, *others = sync.send(version)
@@ -181,14 +181,14 @@ def test_every_engine_holds_the_weights_with_delays_and_a_slow_engine(policy, ro
 
 
 @pytest.mark.parametrize("encoding", ["full", "delta"])
-def test_staged_weights_are_gathered_by_all_ranks_and_sent_by_the_first(policy, tmp_path, encoding):
+def test_staged_weights_are_gathered_by_all_ranks_and_sent_by_rank_0(policy, tmp_path, encoding):
     sync = policy(holders(), [Route("checkpoint" if encoding == "full" else "shared_memory", encoding)] * 4, tmp_path)
     for version in (1, 2):
         sync.send(version, staged=True)
         sync.check(version)
 
 
-def test_each_engine_reads_the_memory_of_its_own_rank(policy, monkeypatch):
+def test_each_engine_reads_memory_of_assigned_rank(policy, monkeypatch):
     places: dict[str, set[int]] = {}
     read = SharedMemoryReader.read
 
@@ -202,7 +202,7 @@ def test_each_engine_reads_the_memory_of_its_own_rank(policy, monkeypatch):
     assert {len(engines) for engines in places.values()} == {1}
 
 
-def test_rank_that_serves_no_engine_writes_nothing(policy):
+def test_rank_without_engines_writes_no_memory(policy):
     sync = policy(holders()[:1], [Route("shared_memory", sources=(3,))])
     written = [rank for rank, end in enumerate(sync.ends) if end._writer._writers]
     sync.send(1)
@@ -210,7 +210,7 @@ def test_rank_that_serves_no_engine_writes_nothing(policy):
     assert written == [3]
 
 
-def test_buckets_are_planned_anew_at_each_sync(policy):
+def test_buckets_are_replanned_at_each_sync(policy):
     """Tensors that grow need other buckets and more memory than before."""
     sync = policy(holders(), OWN_RANK)
 
@@ -235,7 +235,7 @@ def check_next_sync(sync: Policy) -> None:
 
 
 @pytest.mark.parametrize("route", ["own-rank", "rank-0"])
-def test_engine_that_dies_ends_the_sync_on_every_rank_by_name(policy, route):
+def test_crashed_engine_ends_sync_on_every_rank_and_is_named(policy, route):
     sync = policy(holders(_2=DyingAtFirst), OWN_RANK if route == "own-rank" else [Route("shared_memory")] * 4)
     sync.send(1)
     first, *others = [str(error) for error in sync.send(2)]
@@ -244,14 +244,14 @@ def test_engine_that_dies_ends_the_sync_on_every_rank_by_name(policy, route):
     check_next_sync(sync)
 
 
-def test_engine_that_dies_at_the_last_bucket_ends_the_sync_on_the_rank_that_waits(policy):
+def test_engine_crash_at_last_bucket_ends_sync_on_waiting_rank(policy):
     sync = policy(holders(_2=DyingAtLast), OWN_RANK)
     first, *others = sync.send(2)
     assert "at bucket 2 of version 2" in str(first) and not any(isinstance(other, Exception) for other in others)
     check_next_sync(sync)
 
 
-def test_call_that_cannot_be_made_finds_the_other_ranks_in_the_next_gather(policy, monkeypatch):
+def test_failed_call_is_reported_to_other_ranks_in_next_gather(policy, monkeypatch):
     monkeypatch.setattr(Policy, "handles_type", FailingHandles)
     sync = policy(holders(), OWN_RANK)
     first, *others = sync.send(2)
@@ -260,7 +260,7 @@ def test_call_that_cannot_be_made_finds_the_other_ranks_in_the_next_gather(polic
     check_next_sync(sync)
 
 
-def test_rank_that_cannot_write_is_named_with_its_engines(policy):
+def test_rank_with_failed_write_is_named_with_engines(policy):
     sync = policy(holders(), OWN_RANK)
     sync.ends[2]._writer.close()  # its memory is gone
     errors = [str(error) for error in sync.send(2)]
@@ -269,7 +269,7 @@ def test_rank_that_cannot_write_is_named_with_its_engines(policy):
     assert errors[:2] + errors[3:] == [f"policy rank 2 failed: {errors[2]}"] * 3
 
 
-def test_other_bytes_of_one_rank_are_named_with_rank_engine_and_tensor(policy):
+def test_differing_bytes_are_named_with_rank_engine_and_tensor(policy):
     def wrong_on_rank_2(rank: RankInThread, name: str, version: int) -> torch.Tensor:
         return gather(rank, name, version) + (rank.rank == 2 and name == "layer.3")
 
@@ -280,7 +280,7 @@ def test_other_bytes_of_one_rank_are_named_with_rank_engine_and_tensor(policy):
     check_next_sync(sync)
 
 
-def test_memory_of_a_rank_that_cannot_be_opened_is_named_with_rank_and_engine(policy):
+def test_unopenable_rank_memory_is_named_with_rank_and_engine(policy):
     sync = policy(holders(), OWN_RANK)
     [writer] = sync.ends[1]._writer._writers
     for slot in writer._slots:
@@ -289,7 +289,7 @@ def test_memory_of_a_rank_that_cannot_be_opened_is_named_with_rank_and_engine(po
     assert "engine 1: the shared memory of policy rank 1, /nowhere, cannot be opened" in str(first)
 
 
-def test_stage_that_fails_before_its_first_bucket_ends_every_rank(policy, tmp_path):
+def test_stage_failure_before_first_bucket_ends_every_rank(policy, tmp_path):
     folder = tmp_path / "weights"
     sync = policy(holders(), [Route("checkpoint")] * 4, folder)
     folder.write_text("in the way")
@@ -301,5 +301,5 @@ def test_stage_that_fails_before_its_first_bucket_ends_every_rank(policy, tmp_pa
     sync.check(3)
 
 
-def test_single_rank_meets_nobody():
+def test_single_rank_all_gather_returns_own_value():
     assert PolicyRanks().all_gather("own") == ["own"]

@@ -51,12 +51,12 @@ def at_version(version: int) -> list[tuple[str, torch.Tensor]]:
         (1, [["first"], ["scalar"], ["last"]]),  # one that is larger than the limit travels alone
     ],
 )
-def test_buckets_are_filled_up_to_the_limit(max_bytes: int, expected: list[list[str]]):
+def test_buckets_are_filled_up_to_limit(max_bytes: int, expected: list[list[str]]):
     buckets = list(in_buckets(parameters(), max_bytes))
     assert [[name for name, _ in bucket] for bucket in buckets] == expected
 
 
-def test_only_one_bucket_is_in_memory_at_a_time():
+def test_single_bucket_is_in_memory_at_any_time():
     taken = []
 
     def parameters_one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,12 +68,12 @@ def test_only_one_bucket_is_in_memory_at_a_time():
     assert taken == ["first", "scalar"]  # the second had to be seen to know that the first bucket is full
 
 
-def test_a_bucket_travels_as_json():
+def test_bucket_request_round_trips_through_json():
     request = Payload.of(parameters()).request(version=3, index=0, location="/somewhere")
     assert WeightUpdateRequest.from_json_dict(request.to_json_dict()) == request
 
 
-def test_bytes_that_lie_unaligned_become_the_tensors_that_they_were():
+def test_unaligned_bytes_are_split_into_original_tensors():
     mixed = [("byte", torch.tensor([7], dtype=torch.uint8)), *parameters(), ("half", torch.ones(3).bfloat16())]
     payload = Payload.of(mixed)
     assert payload.num_bytes == 1 + 40 + 4 + 24 + 6
@@ -84,13 +84,13 @@ def test_bytes_that_lie_unaligned_become_the_tensors_that_they_were():
 
 
 @pytest.mark.parametrize("num_bytes", [0, 67, 69])
-def test_a_bucket_of_the_wrong_length_is_refused(num_bytes: int):
+def test_bucket_with_wrong_length_is_refused(num_bytes: int):
     request = Payload.of(parameters()).request(version=1, index=0)
     with pytest.raises(WeightSyncError, match=f"announces 68 bytes, but {num_bytes} came"):
         split_bytes(request, torch.zeros(num_bytes, dtype=torch.uint8))
 
 
-def test_a_request_names_as_many_shapes_as_parameters():
+def test_request_with_missing_shapes_is_refused():
     with pytest.raises(ValueError, match="3 names, 3 dtypes, 1 shapes"):
         WeightUpdateRequest(
             names=["a", "b", "c"], dtypes=["float32"] * 3, shapes=[(1,)], version=1, index=0, num_bytes=4
@@ -112,7 +112,7 @@ class Bench:
         self.receiver.receive(payload.request(version=version, index=index, **self.writer.write(payload, 1, 0)))
 
 
-def test_a_tensor_that_comes_twice_is_refused():
+def test_duplicate_tensor_is_refused():
     """(Buckets out of turn, lost or from another version: `test_planted_faults.py`.)"""
     bench = Bench()
     bench.receive("a", 1, 0)
@@ -120,7 +120,7 @@ def test_a_tensor_that_comes_twice_is_refused():
         bench.receive("a", 1, 1)
 
 
-def test_an_update_that_was_left_is_begun_anew():
+def test_abandoned_update_is_restarted():
     bench = Bench()
     bench.receive("a", 1, 0)
     bench.receive("a", 2, 0)
@@ -128,7 +128,7 @@ def test_an_update_that_was_left_is_begun_anew():
     bench.receiver.finish(2)
 
 
-def test_only_the_open_update_can_be_finished():
+def test_only_open_update_can_be_finished():
     bench = Bench()
     with pytest.raises(WeightSyncError, match="an update to version 1 was finished, but no update is open"):
         bench.receiver.finish(1)
@@ -137,7 +137,7 @@ def test_only_the_open_update_can_be_finished():
         bench.receiver.finish(2)
 
 
-def test_memory_of_a_trainer_that_has_ended_is_named():
+def test_shared_memory_of_exited_trainer_is_named():
     bench = Bench()
     request = Payload.of(parameters()).request(version=1, index=0, location="/proc/self/fd/987654")
     refused = r"shared memory of policy rank 0, /proc/self/fd/987654, cannot be opened here .*broadcast"
@@ -145,7 +145,7 @@ def test_memory_of_a_trainer_that_has_ended_is_named():
         bench.receiver.receive(request)
 
 
-def test_memory_shorter_than_announced_is_not_read():
+def test_memory_shorter_than_declared_is_not_read():
     bench, segment = Bench(), Segment()
     segment.first(67)
     request = Payload.of(parameters()).request(version=1, index=0, location=segment.name)
@@ -158,7 +158,7 @@ def test_memory_shorter_than_announced_is_not_read():
 
 @every_way
 @pytest.mark.parametrize("max_bucket_bytes, num_buckets", [(4, 3), (4 * 44, 2), (4000, 1)])
-def test_two_engines_hold_the_trainers_weights(ways, max_bucket_bytes: int, num_buckets: int, connect):
+def test_two_engines_have_trainer_weights(ways, max_bucket_bytes: int, num_buckets: int, connect):
     engines = [holder(), holder()]
     sender = connect(ways, *engines, max_bucket_bytes=max_bucket_bytes)
     for version in (1, 2, 4):
@@ -193,12 +193,12 @@ def test_staged_weights_are_sent(ways, connect):
     assert all(torch.equal(engine.parameters[name], tensor) for name, tensor in at_version(1))
 
 
-def test_transports_with_staging(connect):
+def test_staging_is_needed_for_checkpoint_and_delta(connect):
     stages = [needs_staging(init_infos_for([Route(*ways)], [HolderInfo()])[0]) for ways in WAYS]  # type: ignore[arg-type]
     assert stages == [False, False, True, True, True, True]
 
 
-def test_sending_what_was_not_staged_is_a_mistake_of_the_caller(connect):
+def test_send_of_unstaged_version_raises(connect):
     with pytest.raises(ValueError, match="nothing was staged"):
         connect(WAYS[0], holder()).send(None, 1)
     sender = connect(WAYS[2], holder())
@@ -207,7 +207,7 @@ def test_sending_what_was_not_staged_is_a_mistake_of_the_caller(connect):
         sender.send(None, 2)
 
 
-def test_metrics_tell_where_the_time_went(connect):
+def test_metrics_report_time_per_phase(connect):
     sender = connect(("checkpoint", "full"), holder())
     sender.stage(at_version(1), 1)
     metrics = sender.send(None, 1).metrics
@@ -232,20 +232,20 @@ def shares_of(connect: Any, *engines: WeightHolder, verification: str = "sampled
     return {name: pytest.approx(value) for name, value in metrics.items() if name.endswith("_share")}
 
 
-def test_shares_read_are_those_of_the_engine_that_reads_least(connect):
+def test_read_share_is_minimum_over_engines(connect):
     """The second engine cannot read the 24 bytes of `last` of 68, and reads 11 of the other 44 at this sync."""
     engines = PartlyRead(68, 34), PartlyRead(44, 11, ["last"])
     assert shares_of(connect, *engines) == {"held_share": 44 / 68, "read_share": 0.25}
 
 
-def test_engine_that_can_read_nothing_has_no_read_share(connect):
+def test_engine_without_readable_tensors_has_no_read_share(connect):
     nothing = PartlyRead(0, 0, ["first", "scalar", "last"])
     assert shares_of(connect, nothing) == {"held_share": 0.0}
     assert shares_of(connect, nothing, PartlyRead(68, 68)) == {"held_share": 0.0, "read_share": 1.0}
     assert shares_of(connect, nothing, verification="off") == {}
 
 
-def test_an_engine_of_several_processes_takes_several_ranks(tmp_path):
+def test_multi_process_engine_has_several_ranks(tmp_path):
     """Each process of an engine makes a receiver of its own."""
     [info] = init_infos_for(
         [Route("broadcast")],
@@ -284,7 +284,7 @@ def large_weights() -> list[tuple[str, torch.Tensor]]:
     return [(f"layer.{i}", torch.randn(200, 100).bfloat16()) for i in range(4)]
 
 
-def test_only_changes_travel_once_an_engine_has_the_version_before(connect):
+def test_only_deltas_are_sent_when_engine_has_previous_version(connect):
     weights = large_weights()
     engine = WeightHolder((name, torch.zeros_like(tensor)) for name, tensor in weights)
     sender = connect(("shared_memory", "delta"), engine)
@@ -296,7 +296,7 @@ def test_only_changes_travel_once_an_engine_has_the_version_before(connect):
 
 
 @pytest.mark.parametrize("ways", WAYS[3:], ids="-".join)
-def test_engines_receive_whole_tensors_after_a_failure(ways, connect):
+def test_engines_receive_full_tensors_after_failure(ways, connect):
     """A receiver that lost its base refuses changes by name; the same send again brings everything."""
     weights = large_weights()
     engines = [WeightHolder((name, torch.zeros_like(tensor)) for name, tensor in weights) for _ in range(2)]
@@ -319,7 +319,7 @@ def test_engines_receive_whole_tensors_after_a_failure(ways, connect):
         assert all(torch.equal(engine.parameters[name], tensor) for name, tensor in weights)
 
 
-def test_a_tensor_that_was_not_sent_before_makes_a_whole_send(connect):
+def test_new_tensor_forces_full_send(connect):
     engine = WeightHolder([("a", torch.zeros(6)), ("b", torch.zeros(6))])
     sender = connect(("shared_memory", "delta"), engine)
     sender.send([("a", torch.ones(6))], 1)
@@ -327,7 +327,7 @@ def test_a_tensor_that_was_not_sent_before_makes_a_whole_send(connect):
     assert metrics["payload_bytes"] == metrics["bytes"]
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path):
+def test_unwritable_directory_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     route = Route("shared_memory", "delta")
     [info] = init_infos_for([route], [HolderInfo()], directory=str(tmp_path / "file" / "below"))
@@ -339,7 +339,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("ways", [("shared_memory", "full"), ("shared_memory", "delta")], ids="-".join)
-def test_python_keeps_no_second_model(ways, connect):
+def test_sender_keeps_no_second_model_in_memory(ways, connect):
     """64 tensors of 1 MB in buckets of 4 MB: what Python and numpy allocate stays below two buckets. (What torch
     allocates is measured in processes, `test_processes.py`.)"""
     weights = [(f"layer.{i}", torch.randn(500, 1000).bfloat16()) for i in range(64)]
@@ -368,7 +368,7 @@ class DyingHolder(WeightHolder):
 
 
 @every_way
-def test_an_engine_that_dies_on_the_way_is_named_with_bucket_and_tensors(ways, connect):
+def test_engine_crash_during_send_is_named_with_bucket_and_tensors(ways, connect):
     engines = [holder(), DyingHolder([])]
     sender = connect(ways, *engines, timeout_seconds=5.0)
     began = time.monotonic()
@@ -377,7 +377,7 @@ def test_an_engine_that_dies_on_the_way_is_named_with_bucket_and_tensors(ways, c
     assert time.monotonic() - began < 15
 
 
-def test_a_group_that_one_member_does_not_join_is_an_error_in_time():
+def test_missing_group_member_raises_before_deadline():
     info = WeightSyncInitInfo(
         transport="broadcast",
         master_address="127.0.0.1",
@@ -399,7 +399,7 @@ class SilentHolder(WeightHolder):
 
 
 @pytest.mark.slow
-def test_an_engine_that_falls_silent_is_an_error_on_both_sides_in_time(connect):
+def test_silent_engine_raises_on_both_sides_before_deadline(connect):
     """The other engine, which waits for bytes that never come, is freed as well."""
     waiting = holder()
     sender = connect(("broadcast", "full"), SilentHolder([]), waiting, timeout_seconds=2.0)

@@ -12,7 +12,7 @@ SPLITS = (
 
 
 @pytest.mark.parametrize("num_rows", [16, 3])
-def test_no_split_changes_loss_gradient_or_values(learners, config, ragged_batch, num_rows):
+def test_loss_gradient_and_values_are_independent_of_split(learners, config, ragged_batch, num_rows):
     batch = ragged_batch(num_rows)
     kept = batch.tensor("loss_mask") > 0
     expected, *others = (learners.step("critic", config(**how), batch, num_ranks) for num_ranks, how in SPLITS)
@@ -27,7 +27,7 @@ def test_no_split_changes_loss_gradient_or_values(learners, config, ragged_batch
             assert (step.weights[name] - weight).abs().median() < 1e-5, name
 
 
-def test_the_loss_is_half_the_squared_error_to_the_return(learners, config, ragged_batch):
+def test_loss_is_half_squared_error_to_return(learners, config, ragged_batch):
     batch = ragged_batch()
     cfg = config(algorithm=dict(value_clip=1e9))
     step = learners.step("critic", cfg, batch)
@@ -36,7 +36,7 @@ def test_the_loss_is_half_the_squared_error_to_the_return(learners, config, ragg
     assert step.sums["loss/critic_loss"] == pytest.approx(float(error.square().mean() / 2), rel=1e-5)
 
 
-def test_values_at_padding_change_nothing(learners, config, ragged_batch):
+def test_values_at_padding_are_ignored(learners, config, ragged_batch):
     batch, polluted = ragged_batch(), ragged_batch()
     masked = polluted.tensor("loss_mask") == 0
     polluted["sequences"] = torch.where(polluted.tensor("attention_mask") == 0, 63, polluted.tensor("sequences"))

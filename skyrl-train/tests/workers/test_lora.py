@@ -77,7 +77,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(IDS).logits
 
 
-def test_only_adapters_learn_and_all_of_them(with_lora, start, ragged_batch):
+def test_all_adapters_and_only_adapters_are_updated(with_lora, start, ragged_batch):
     worker = start(policy_of(with_lora()))
     frozen, exported = snapshot(worker, trained=False), worker.full_state()
     for _ in range(2):  # A gets a gradient once B is not 0
@@ -91,7 +91,7 @@ def test_only_adapters_learn_and_all_of_them(with_lora, start, ragged_batch):
     assert len(worker.backend.optimizer.state) == 2 * 14
 
 
-def test_a_critics_head_learns_beside_its_adapters(with_lora, start, ragged_batch):
+def test_critic_head_is_trained_with_adapters(with_lora, start, ragged_batch):
     worker = start(CriticWorker(with_lora(), 10))
     before = snapshot(worker, trained=True)
     assert sorted(name for name in before if "lora_" not in name) == ["value_head.weight"]
@@ -118,7 +118,7 @@ def test_bfloat16_training_keeps_adapters_in_float32(with_lora, start, ragged_ba
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_frozen_base_in_bfloat16_changes_no_bit(with_lora, start, ragged_batch, tiny_model, monkeypatch, tmp_path):
+def test_bfloat16_frozen_base_is_bitwise_equal(with_lora, start, ragged_batch, tiny_model, monkeypatch, tmp_path):
     """Files in bfloat16, as models are published: mixed precision casts a base in float32 to the same values."""
     AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(tmp_path)
     cfg = with_lora()
@@ -137,7 +137,7 @@ def test_frozen_base_in_bfloat16_changes_no_bit(with_lora, start, ragged_batch, 
 
 
 @pytest.mark.parametrize("kind", [pytest.param("policy", marks=pytest.mark.slow), "critic"])
-def test_no_division_over_ranks_changes_the_step(learners, with_lora, ragged_batch, kind):
+def test_step_is_independent_of_number_of_ranks(learners, with_lora, ragged_batch, kind):
     batch = ragged_batch()
     expected, step = (learners.step(kind, with_lora(), batch, num_ranks) for num_ranks in (1, 2))
     assert expected.grad_norm > 0.01
@@ -147,7 +147,7 @@ def test_no_division_over_ranks_changes_the_step(learners, with_lora, ragged_bat
         assert (step.weights[name] - weight).abs().median() < 1e-5, name
 
 
-def test_a_checkpoint_holds_what_is_trained_and_the_run_goes_on_exactly(with_lora, start, ragged_batch, tmp_path):
+def test_checkpoint_has_trained_weights_and_resumes_exactly(with_lora, start, ragged_batch, tmp_path):
     worker = start(policy_of(with_lora()))
     take_step(worker, ragged_batch())
     worker.save_checkpoint(str(tmp_path))
@@ -166,7 +166,7 @@ def test_a_checkpoint_holds_what_is_trained_and_the_run_goes_on_exactly(with_lor
 
 
 @pytest.mark.parametrize("lora", [{"rank": 2}, {"rank": 0}])
-def test_a_checkpoint_of_other_adapters_is_refused(with_lora, start, tmp_path, lora):
+def test_checkpoint_of_other_adapters_is_refused(with_lora, start, tmp_path, lora):
     worker = start(policy_of(with_lora(target_modules=["q_proj"])))
     worker.save_checkpoint(str(tmp_path))
     worker.backend.cfg = with_lora(target_modules=["q_proj"], **lora)
@@ -175,7 +175,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(with_lora, start, tmp_path, l
         worker.load_checkpoint(str(tmp_path))
 
 
-def test_an_export_has_merged_weights_and_the_adapter_beside_them(
+def test_export_has_merged_weights_and_separate_adapter(
     with_lora, start, ragged_batch, tmp_path, tiny_model, chat_model
 ):
     worker = start(policy_of(with_lora()))
@@ -193,7 +193,7 @@ def test_an_export_has_merged_weights_and_the_adapter_beside_them(
         assert torch.equal(whole.get_parameter(name), tensor)
 
 
-def test_an_engine_gets_merged_weights(with_lora, start, ragged_batch, tiny_model):
+def test_engine_receives_merged_weights(with_lora, start, ragged_batch, tiny_model):
     cfg = with_lora()
     cfg.generator.model_dtype = "float32"
     worker = start(policy_of(cfg))
@@ -209,7 +209,7 @@ def test_an_engine_gets_merged_weights(with_lora, start, ragged_batch, tiny_mode
     torch.testing.assert_close(after, logits_of_worker(worker), atol=1e-4, rtol=1e-5)
 
 
-def test_adapters_leave_alone_with_their_fingerprints(with_lora, start, ragged_batch, tiny_model, tmp_path):
+def test_adapters_are_written_alone_with_fingerprints(with_lora, start, ragged_batch, tiny_model, tmp_path):
     """Adapters are written in the engines' dtype, under the version's number; peft then makes the policy of the plain
     model."""
     cfg = with_lora()

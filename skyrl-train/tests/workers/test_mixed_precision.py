@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_bfloat16_gives_nearly_the_log_probs_and_gradient_of_float32(
+def test_bfloat16_log_probs_and_gradient_are_near_float32(
     tiny_model: str, group_of_one: None, gradient_checkpointing: bool
 ):
     ids = torch.randint(2, 64, (3, 10), generator=torch.Generator().manual_seed(0))
@@ -74,7 +74,7 @@ EACH = [pytest.param(name, marks=[] if name in DAILY else pytest.mark.slow) for 
 
 @pytest.mark.parametrize("name", EACH)
 @torch.no_grad()
-def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str, folder_of: Any, group_of_one: None):
+def test_bfloat16_error_is_at_most_transformers_error(name: str, folder_of: Any, group_of_one: None):
     """Routers choose other experts for a few tokens in a hundred in bfloat16, there as here: hidden states are rounded
     before them."""
     exact, own = sharded_log_probs(folder_of(name), bf16=False), own_log_probs(folder_of(name))
@@ -87,7 +87,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str, folder_of:
 
 
 @torch.no_grad()
-def test_routers_that_transformers_keeps_in_float32_stay_so(tmp_path: Path, group_of_one: None):
+def test_routers_kept_in_float32_by_transformers_stay_float32(tmp_path: Path, group_of_one: None):
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(
         num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4, head_dim=8
@@ -102,7 +102,7 @@ def test_routers_that_transformers_keeps_in_float32_stay_so(tmp_path: Path, grou
     assert torch.equal(sharded_log_probs(str(tmp_path), bf16=True), expected)
 
 
-def test_own_parameters_that_transformers_keeps_in_float32_stay_so(folder_of: Any, group_of_one: None):
+def test_custom_parameters_kept_in_float32_stay_float32(folder_of: Any, group_of_one: None):
     """The sinks of gpt-oss are parameters of the attention itself, beside linear layers that are cast."""
     ids, mask = rows_and_mask()
     exact = load_causal_lm(folder_of("gpt_oss"), device=CPU)
@@ -126,7 +126,7 @@ def test_own_parameters_that_transformers_keeps_in_float32_stay_so(folder_of: An
         ("scale", r"model.scale in float32 in the module model \(GptOssModel\) around the transformer blocks"),
     ],
 )
-def test_parameters_that_cannot_stay_in_float32_beside_others_are_refused_by_name(
+def test_parameters_with_unsupported_float32_mix_are_refused_by_name(
     kept: str, says: str, folder_of: Any, group_of_one: None
 ):
     exact = load_causal_lm(folder_of("gpt_oss"), device=CPU)

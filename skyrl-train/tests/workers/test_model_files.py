@@ -62,7 +62,7 @@ def learn(worker: Worker, batch: TrainingInputBatch) -> dict[str, float]:
 # ---- loading
 
 
-def test_policy_and_reference_score_under_the_temperature_of_sampling(start, config, ragged_batch, tiny_model):
+def test_policy_and_reference_score_at_sampling_temperature(start, config, ragged_batch, tiny_model):
     cfg, batch = config(), ragged_batch(3)
     cfg.generator.sampling_params.temperature = 0.7
     policy, ref = start(make_policy(cfg)), start(RefWorker(cfg))
@@ -76,7 +76,7 @@ def test_policy_and_reference_score_under_the_temperature_of_sampling(start, con
     torch.testing.assert_close(scores(ref, batch)[written], expected[written], atol=1e-5, rtol=0)
 
 
-def test_log_probs_of_fixed_tokens_are_at_temperature_1(start, config, tiny_model):
+def test_log_probs_of_fixed_tokens_use_temperature_1(start, config, tiny_model):
     cfg = config()
     cfg.generator.sampling_params.temperature = 0.7
     prompts = [[3, 4, 5, 6], [9, 8, 7, 2]]
@@ -88,7 +88,7 @@ def test_log_probs_of_fixed_tokens_are_at_temperature_1(start, config, tiny_mode
 
 
 @pytest.mark.parametrize("kind", ["policy", "critic"])
-def test_two_ranks_hold_the_bits_that_rank_0_read(learners, config, tiny_model, kind):
+def test_two_ranks_hold_weights_read_by_rank_0(learners, config, tiny_model, kind):
     async def weights() -> dict[str, torch.Tensor]:
         group = await learners.group(kind, config(), 2)
         first, second = await group.call_all(Worker.full_state)
@@ -103,7 +103,7 @@ def test_two_ranks_hold_the_bits_that_rank_0_read(learners, config, tiny_model, 
     assert all(torch.equal(names[name], tensor) for name, tensor in stored.items())
 
 
-def test_the_reference_becomes_the_policy_as_it_is(start, config, ragged_batch, chat_model, tmp_path):
+def test_reference_update_copies_current_policy(start, config, ragged_batch, chat_model, tmp_path):
     cfg, batch = config(), ragged_batch(4)
     policy = start(make_policy(cfg))
     learn(policy, batch)
@@ -131,7 +131,7 @@ def test_the_reference_becomes_the_policy_as_it_is(start, config, ragged_batch, 
 # ---- exports and checkpoints
 
 
-def test_an_export_is_what_transformers_loads(start, config, ragged_batch, chat_model, tmp_path):
+def test_export_is_loadable_by_transformers(start, config, ragged_batch, chat_model, tmp_path):
     policy, batch = start(make_policy(config())), ragged_batch(4)
     learn(policy, batch)
     policy.save_hf_model(str(tmp_path / "policy"), AutoTokenizer.from_pretrained(chat_model))
@@ -142,7 +142,7 @@ def test_an_export_is_what_transformers_loads(start, config, ragged_batch, chat_
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
 
 
-def test_a_critic_begins_where_an_exported_one_was(start, config, ragged_batch, chat_model, tmp_path):
+def test_critic_loads_exported_critic(start, config, ragged_batch, chat_model, tmp_path):
     critic, batch = start(CriticWorker(config(), 10)), ragged_batch(4)
     learn(critic, batch)
     critic.save_hf_model(str(tmp_path / "critic"), AutoTokenizer.from_pretrained(chat_model))
@@ -150,7 +150,7 @@ def test_a_critic_begins_where_an_exported_one_was(start, config, ragged_batch, 
     assert torch.equal(scores(again, batch), scores(critic, batch))
 
 
-def test_an_export_that_fails_leaves_the_one_before(start, config, chat_model, tmp_path):
+def test_failed_export_keeps_previous_export(start, config, chat_model, tmp_path):
     class FullDisk:
         def save_pretrained(self, folder: Path) -> None:
             raise OSError("no space left on device")
@@ -164,7 +164,7 @@ def test_an_export_that_fails_leaves_the_one_before(start, config, chat_model, t
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
 
 
-def test_a_folder_is_absent_until_it_is_whole(tmp_path):
+def test_export_folder_is_absent_until_complete(tmp_path):
     place = tmp_path / "export"
     (tmp_path / "export.partial").mkdir()  # of a process that was killed while it wrote
     (tmp_path / "export.partial" / "half").write_text("a tensor that")
@@ -176,7 +176,7 @@ def test_a_folder_is_absent_until_it_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["policy", "critic"])
-def test_a_checkpoint_brings_back_weights_and_optimizer(start, config, ragged_batch, tmp_path, kind):
+def test_checkpoint_restores_weights_and_optimizer(start, config, ragged_batch, tmp_path, kind):
     def make() -> Worker:
         return start(make_policy(config()) if kind == "policy" else CriticWorker(config(), 10))
 
@@ -193,7 +193,7 @@ def test_a_checkpoint_brings_back_weights_and_optimizer(start, config, ragged_ba
     assert torch.equal(scores(again, batch), scores(first, batch))
 
 
-def test_optimizer_settings_are_those_of_the_resuming_run(start, config, ragged_batch, tmp_path):
+def test_optimizer_settings_are_from_resuming_run(start, config, ragged_batch, tmp_path):
     """The linear schedule over 10 steps gives 1.0, 0.9, 0.8 … of the learning rate."""
 
     def make(**optimizer: Any) -> Worker:
@@ -213,7 +213,7 @@ def test_optimizer_settings_are_those_of_the_resuming_run(start, config, ragged_
 # ---- making room
 
 
-def test_optimizer_state_moves_but_for_step_counts():
+def test_optimizer_state_moves_except_step_counts():
     layer = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.ones(1, 2)).sum().backward()
@@ -227,7 +227,7 @@ def test_optimizer_state_moves_but_for_step_counts():
         }
 
 
-def test_offloading_between_steps_changes_nothing_on_a_cpu(start, config, ragged_batch):
+def test_offloading_between_steps_keeps_results_on_cpu(start, config, ragged_batch):
     batch, kept = ragged_batch(4), []
     for offloads in (False, True):
         policy = start(make_policy(config()))
@@ -241,7 +241,7 @@ def test_offloading_between_steps_changes_nothing_on_a_cpu(start, config, ragged
 
 
 @pytest.mark.gpu
-def test_offloading_frees_a_gpu_and_changes_nothing(config, ragged_batch):
+def test_offloading_frees_gpu_memory_and_keeps_results(config, ragged_batch):
     batch = ragged_batch(4)
     worker = make_policy(config())
     worker.init_model(RankInfo(device="cuda:0"))
@@ -262,7 +262,7 @@ def test_offloading_frees_a_gpu_and_changes_nothing(config, ragged_batch):
         dist.destroy_process_group()
 
 
-def test_parameters_after_a_forward_are_the_float32_masters(start, config):
+def test_parameters_after_forward_are_float32_masters(start, config):
     """`reshard_after_forward=false` leaves the model in the copy that it computes with, in bfloat16."""
     cfg = config(bf16=True)
     cfg.trainer.policy.fsdp_config.reshard_after_forward = False

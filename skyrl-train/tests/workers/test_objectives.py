@@ -34,7 +34,7 @@ def micro_batch(**columns: torch.Tensor | None) -> TrainingInputBatch:
     return TrainingInputBatch({"loss_mask": MASK, "loss_weights": WEIGHTS, **given, **columns})
 
 
-def test_policy_loss_is_weighted_sum_over_tokens_of_the_mask():
+def test_policy_loss_is_weighted_sum_over_masked_tokens():
     """Tokens: -1 x 2 = -2, and -min(2 x -1, 1.2 x -1) = 2. Loss: 0.5 x -2 + 0.25 x 2."""
     loss, sums = policy_objective()(Scores(LOG_PROBS, ENTROPY), micro_batch())
     assert loss.item() == pytest.approx(-0.5)
@@ -43,7 +43,7 @@ def test_policy_loss_is_weighted_sum_over_tokens_of_the_mask():
     assert sums["max/ratio_deviation"] == pytest.approx(1.0)
 
 
-def test_off_policy_weights_multiply_the_policy_loss_alone():
+def test_off_policy_weights_multiply_only_policy_loss():
     """0.5 x 3 x -2 + 0.25 x 0.5 x 2 = -2.75; entropy -0.1 x (0.5 x 0.5 + 0.25 x 2) = -0.075."""
     objective = policy_objective(use_entropy_loss=True, entropy_loss_coef=0.1)
     weights = torch.tensor([[3.0, 0.5, math.nan]])
@@ -53,7 +53,7 @@ def test_off_policy_weights_multiply_the_policy_loss_alone():
     assert loss.item() == pytest.approx(-2.825)
 
 
-def test_kl_term_is_the_estimate_times_its_coefficient():
+def test_kl_term_is_estimate_times_coefficient():
     """k1: log-prob minus the reference's, 1 and -1. Loss 0.2 x (0.5 x 1 + 0.25 x -1) = 0.05."""
     base = torch.tensor([[-2.0, -1.0, math.nan]])
     kl = dict(use_kl_loss=True, kl_loss_coef=0.2, kl_estimator_type="k1")
@@ -65,7 +65,7 @@ def test_kl_term_is_the_estimate_times_its_coefficient():
     assert without.item() == pytest.approx(-0.5)
 
 
-def test_missing_old_log_probs_give_ratio_1_and_the_gradient_of_the_policy():
+def test_missing_old_log_probs_give_ratio_1_and_policy_gradient():
     """d loss / d log-prob = -weight x advantage: -0.5 x 2 and -0.25 x -1."""
     log_probs = LOG_PROBS.clone().requires_grad_()
     loss, sums = policy_objective()(Scores(log_probs, ENTROPY), micro_batch(action_log_probs=None))
@@ -75,7 +75,7 @@ def test_missing_old_log_probs_give_ratio_1_and_the_gradient_of_the_policy():
     assert log_probs.grad.tolist() == [[pytest.approx(-1.0), pytest.approx(0.25), 0.0]]
 
 
-def test_dummy_micro_batch_counts_nothing():
+def test_dummy_micro_batch_contributes_zero():
     dummy = build_dummy(micro_batch())
     assert dummy.tensor("loss_mask").sum() == dummy.tensor("loss_weights").sum() == 0
     loss, sums = policy_objective()(Scores(LOG_PROBS, ENTROPY), dummy)
@@ -83,7 +83,7 @@ def test_dummy_micro_batch_counts_nothing():
     assert all(value == 0.0 for value in sums.values()), sums
 
 
-def test_critic_loss_is_half_the_squared_error():
+def test_critic_loss_is_half_squared_error():
     """Errors 1 and -2: 0.5 x 1/2 + 0.25 x 4/2 = 0.75."""
     cfg = SkyRLConfig.from_dict({"trainer": {"algorithm": {"value_clip": 100.0}}})
     values = torch.tensor([[1.0, 0.0, math.nan]])
@@ -98,7 +98,7 @@ def test_critic_loss_is_half_the_squared_error():
     assert (sums["token/values"], sums["num_tokens"]) == (1.0, 2.0)
 
 
-def test_router_statistics_of_one_rank_are_the_whole_and_none_of_dummy_rows():
+def test_router_statistics_cover_rank_rows_without_dummies():
     """Two experts, one layer, 4 tokens, all sent to the first with probability 0.75: 2 x (1 x 0.75) = 1.5."""
     own = RouterStatistics(torch.tensor([[4.0, 0.0]]), torch.tensor([[3.0, 1.0]]), 4)
     whole = sum_over_ranks(own + own.build_zeros(), ParallelInfo())
@@ -111,7 +111,7 @@ def test_data_parallel_ranks_are_groups_of_consecutive_ranks():
     assert {info.data_parallel_size for info in infos} == {3}
 
 
-def test_metric_sums_add_up_and_maxima_are_maxima_with_nan():
+def test_metric_sums_are_added_and_maxima_propagate_nan():
     parts = [{"token/a": 1.0, "max/b": 3.0}, {"token/a": 2.0, "max/b": -1.0, "loss/c": 4.0}]
     assert merge_metric_sums(parts) == {"token/a": 3.0, "max/b": 3.0, "loss/c": 4.0}
     merged = merge_metric_sums([{"max/b": math.nan}, {"max/b": 1.0}])

@@ -35,7 +35,7 @@ def gradients_not_rescaled_over_ranks(worker_class: Any) -> Any:
     return Faulty
 
 
-def test_gradients_of_ranks_that_are_not_rescaled_are_caught(learners, learners_with, config, ragged_batch):
+def test_missing_gradient_rescaling_is_detected(learners, learners_with, config, ragged_batch):
     """Faults of one rank: `training_backends/test_backends.py`."""
     batch = ragged_batch()
     assert_gradient_does_not_depend_on_division(learners, config, batch, 2)

@@ -75,7 +75,7 @@ def shifted_batch(ragged_batch: Any) -> TrainingInputBatch:
         pytest.param("token_mean", SPLITS, marks=pytest.mark.slow, id="token_mean, every split"),
     ],
 )
-def test_no_split_changes_loss_or_gradient(learners, config, shifted_batch, reduction, splits):
+def test_loss_and_gradient_are_independent_of_split(learners, config, shifted_batch, reduction, splits):
     steps = steps_of(learners, config, shifted_batch, splits, algorithm=dict(loss_reduction=reduction))
     sums = assert_same(steps, shifted_batch).sums
     assert sums["token/policy_kl"] > 0
@@ -84,21 +84,21 @@ def test_no_split_changes_loss_or_gradient(learners, config, shifted_batch, redu
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, pytest.param(13, marks=pytest.mark.slow)])
-def test_ranks_with_uneven_numbers_of_rows_agree_with_one_process(learners, config, ragged_batch, num_rows):
+def test_ranks_with_uneven_rows_agree_with_single_process(learners, config, ragged_batch, num_rows):
     batch = ragged_batch(num_rows)
     steps = steps_of(learners, config, batch, [*FEW_SPLITS, "2 x 1, packed", "2 x 1 tokens"])
     assert assert_same(steps, batch).sums["num_tokens"] == batch.tensor("loss_mask").sum()
 
 
 @pytest.mark.parametrize("split", ["1 x 1, packed", "1 x 8, padded", "2 x 2, packed", "2 x 30 tokens"])
-def test_the_first_ratio_is_exactly_one(learners, config, ragged_batch, split):
+def test_first_ratio_is_exactly_1(learners, config, ragged_batch, split):
     [step] = steps_of(learners, config, ragged_batch(13), [split]).values()
     assert step.sums["max/ratio_deviation"] == 0.0
     assert step.sums["token/ratio"] == step.sums["num_tokens"]
     assert step.sums["token/clip_ratio"] == 0.0
 
 
-def test_one_update_needs_no_forward_of_its_own_for_the_old_log_probs(learners, config, ragged_batch):
+def test_single_update_needs_no_separate_old_log_prob_forward(learners, config, ragged_batch):
     batch = ragged_batch(13)
     staged = learners.step("policy", config(), batch, 2)
     own = learners.step("policy", config(), batch, 2, stage_old=False)
@@ -110,7 +110,7 @@ def test_one_update_needs_no_forward_of_its_own_for_the_old_log_probs(learners, 
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_values_at_padding_change_nothing(learners, config, shifted_batch, packing):
+def test_values_at_padding_are_ignored(learners, config, shifted_batch, packing):
     polluted = TrainingInputBatch(dict(shifted_batch), metadata=shifted_batch.metadata)
     padding, masked = polluted.tensor("attention_mask") == 0, polluted.tensor("loss_mask") == 0
     polluted["sequences"] = torch.where(padding, 63, polluted.tensor("sequences"))
@@ -127,7 +127,7 @@ def test_values_at_padding_change_nothing(learners, config, shifted_batch, packi
 
 
 @pytest.mark.parametrize("loss", PolicyLossRegistry.list_available())
-def test_every_loss_runs_through_the_worker_and_no_split_changes_it(learners, config, shifted_batch, loss):
+def test_every_loss_is_independent_of_split(learners, config, shifted_batch, loss):
     algorithm: dict[str, Any] = dict(policy_loss_type=loss, clip_cov=dict(clip_ratio=0.1, clip_cov_lb=0.1))
     unit = 1
     if loss == "dpo":  # pairs: both rows of one must have answers
@@ -141,9 +141,7 @@ def test_every_loss_runs_through_the_worker_and_no_split_changes_it(learners, co
         assert expected.selected.sum() == int(num_tokens * {"clip_cov": 0.1, "kl_cov": 0.2}[loss])
 
 
-def test_the_load_balancing_loss_of_experts_is_that_of_the_whole_mini_batch(
-    learners, config, ragged_batch, save_mixture, tmp_path
-):
+def test_expert_load_balancing_loss_covers_full_mini_batch(learners, config, ragged_batch, save_mixture, tmp_path):
     batch = ragged_batch(3)
     policy = {"model": {"path": save_mixture(tmp_path / "mixture", scale=3.0)}}
     steps = steps_of(learners, config, batch, ["1 x 8, packed", "2 x 1, packed", "2 x 2, padded"], policy=policy)

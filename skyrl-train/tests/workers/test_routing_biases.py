@@ -64,7 +64,7 @@ def policy(config: Any, mixture: str) -> Any:
     worker.teardown()
 
 
-def test_export_holds_every_tensor_of_a_checkpoint(policy: PolicyWorker, mixture: str, tmp_path: Path):
+def test_export_has_every_checkpoint_tensor(policy: PolicyWorker, mixture: str, tmp_path: Path):
     policy.save_hf_model(str(tmp_path / "export"), build_character_tokenizer())
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32).state_dict()
     expected = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32).state_dict()
@@ -72,7 +72,7 @@ def test_export_holds_every_tensor_of_a_checkpoint(policy: PolicyWorker, mixture
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
 
 
-def test_engines_get_the_bias_in_float32_beside_weights_in_bfloat16(policy: PolicyWorker, mixture: str):
+def test_engines_receive_float32_bias_with_bfloat16_weights(policy: PolicyWorker, mixture: str):
     policy.cfg.generator.model_dtype = "bfloat16"
     expected = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.bfloat16).state_dict()
     holder = WeightHolder((name, torch.zeros_like(tensor)) for name, tensor in expected.items())
@@ -82,7 +82,7 @@ def test_engines_get_the_bias_in_float32_beside_weights_in_bfloat16(policy: Poli
     assert all(torch.equal(holder.parameters[name], tensor) for name, tensor in expected.items())
 
 
-async def test_native_engine_that_begins_at_random_routes_as_the_policy(policy: PolicyWorker, mixture: str):
+async def test_native_engine_with_dummy_weights_routes_as_policy_after_sync(policy: PolicyWorker, mixture: str):
     policy.cfg.generator.model_dtype = "float32"
     engine = NativeInferenceEngine(mixture, dummy_weights=True)
     try:

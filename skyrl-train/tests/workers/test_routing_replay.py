@@ -79,7 +79,7 @@ def steps_of(learners: Any, config: Any, batch: TrainingInputBatch, mixture: str
 
 
 @pytest.mark.parametrize("change", [lambda routes: routes, other_routes], ids=["own", "other"])
-def test_routes_and_the_step_on_them_do_not_depend_on_ranks_and_packing(
+def test_routes_and_step_are_independent_of_ranks_and_packing(
     learners: Any, config: Any, ragged_batch: Any, mixture: str, change: Any, tmp_path: Path
 ):
     batch = ragged_batch(13)  # no whole number of rows or tokens a rank

@@ -30,7 +30,7 @@ LAYOUTS = [(1, 1, 3, True), (1, 1, 4, False), (2, 1, 2, True), (2, 1, 16, False)
 @pytest.mark.parametrize(
     "loss, layouts", [("regular", LAYOUTS), ("clip_cov", [(2, 1, 2, True)])], ids=["regular", "with a selector"]
 )
-def test_a_step_on_kept_tokens_does_not_depend_on_how_it_is_divided(
+def test_step_on_kept_tokens_is_independent_of_split(
     learners: Any, config: Any, ragged_batch: Any, loss: str, layouts: list[tuple[int, int, int, bool]]
 ):
     batch = with_kept_tokens(ragged_batch(13))  # no whole number of rows or tokens a rank

@@ -25,14 +25,14 @@ def assert_same_steps(expected, others, batch):
 
 
 @pytest.mark.parametrize("kind", ["policy", pytest.param("critic", marks=pytest.mark.full)])
-def test_one_rank_two_ranks_and_two_that_share_sequences_take_the_same_step(learners, config, ragged_batch, kind):
+def test_sequence_parallel_step_equals_data_parallel_step(learners, config, ragged_batch, kind):
     batch = ragged_batch()
     expected, *others = steps_of(learners, config, batch, kind, [(1, 1), (2, 1), (2, 2)])
     assert_same_steps(expected, others, batch)
 
 
 @pytest.mark.full
-def test_two_shards_of_two_ranks_take_the_same_step(learners, config, ragged_batch):
+def test_two_shards_of_two_ranks_take_same_step(learners, config, ragged_batch):
     """Two ranks (the number of key-value heads) share a sequence. 13 rows do not divide over 2 data-parallel ranks, 3
     rows of a micro-batch not evenly into 13, and the tokens of most micro-batches not over 2 ranks."""
     batch = ragged_batch(13)
@@ -41,7 +41,7 @@ def test_two_shards_of_two_ranks_take_the_same_step(learners, config, ragged_bat
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_single_odd_row_is_shared_too(learners, config, ragged_batch, num_rows):
+def test_single_row_of_odd_length_is_sharded(learners, config, ragged_batch, num_rows):
     batch = ragged_batch(num_rows)
     assert int(batch.tensor("attention_mask")[0].sum()) == 8 and int(batch.tensor("attention_mask").sum()) % 2 == 0
     batch["attention_mask"][0, 0] = 0  # 7 tokens
@@ -49,7 +49,7 @@ def test_a_single_odd_row_is_shared_too(learners, config, ragged_batch, num_rows
     assert_same_steps(expected, others, batch)
 
 
-def test_a_loss_that_looks_at_the_whole_mini_batch_sees_each_row_once(learners, config, ragged_batch):
+def test_mini_batch_level_loss_sees_each_row_once(learners, config, ragged_batch):
     batch = ragged_batch(columns=["token_noise", "shift"])
     batch["token_noise"] = batch.tensor("token_noise").sigmoid()
     batch["shift"] = batch.tensor("shift") / 5

@@ -1,9 +1,9 @@
-"""Program inside a sandbox without network: forwards 127.0.0.1:PORT to a Unix socket, and runs a command meanwhile.
+"""Program inside a sandbox without network: forwards 127.0.0.1:PORT to a Unix socket while it runs a command.
 
     python -I -S -c SOURCE SOCKET PORT COMMAND ...
 
-Ends with the command's exit status; `UNREACHABLE` if nothing answers at the socket, `NOT_STARTED` if there is no such
-command. Its text is handed to the sandbox's Python, so it imports the standard library alone.
+Exits with the command's exit status; with `UNREACHABLE` if the socket does not respond, or `NOT_STARTED` if the command
+does not exist. Its source is passed to the sandbox's Python, so it imports only the standard library.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ UNREACHABLE, NOT_STARTED = 97, 127
 
 
 def main(path: str, port: str, *command: str) -> int:
-    """Forward while the command runs. Returns: the exit status."""
+    """Forward while the command runs. Return the exit status."""
     try:
         _connected(path).close()
     except OSError as error:

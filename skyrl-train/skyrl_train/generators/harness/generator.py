@@ -1,4 +1,4 @@
-"""Generator whose trajectories are made by a harness: an agent program that speaks to the endpoint."""
+"""Generator that produces trajectories with an agent harness: a program that sends requests to the endpoint."""
 
 import asyncio
 import contextlib
@@ -64,15 +64,15 @@ _RETRY_SECONDS = 0.5
 
 
 class HarnessGenerator(GeneratorInterface):
-    """Generator that runs `generator.harness` once for each trajectory, against an endpoint of its own over the
-    trainer's engines. Batches may run concurrently.
+    """Generator that runs `generator.harness` once per trajectory, against a dedicated endpoint for the trainer's
+    engines. Batches may run concurrently.
 
     Args:
         cfg: `generator`.
-        client: an engine, or a client over many; None to check the settings alone.
+        client: an engine, or a client over several; None to only check the settings.
 
     Raises:
-        ConfigError: a function or a grader that cannot be imported, a variable that no sandbox can pass on.
+        ConfigError: a function or grader cannot be imported, or a variable cannot be passed to a sandbox.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class HarnessGenerator(GeneratorInterface):
         self._threads = DaemonThreads(harness.max_parallel, seconds)
 
     def check_rows(self, rows: Any, setting: str) -> None:
-        """Check that there is a sandbox, and for each row of a dataset its form and a reward.
+        """Check that a sandbox works, and that each row of a dataset is valid and has a reward.
 
         Raises:
-            ConfigError: neither the settings nor a row have a grader; a prompt, files or a grade of another form; the
-                sandbox does not work here.
+            ConfigError: neither the settings nor a row have a grader; a prompt, `files` or `grade` is invalid; the
+                sandbox does not work on this machine.
         """
         harness = self.generator_cfg.harness
         for number, row in enumerate(rows):
@@ -126,10 +126,10 @@ class HarnessGenerator(GeneratorInterface):
         return to_generator_output(await self.generate_groups(input_batch))
 
     async def generate_groups(self, input_batch: GeneratorInput) -> RolloutBatch:
-        """Return one trajectory for each prompt. One that fails is in the batch with what failed.
+        """Return one trajectory per prompt. A failed trajectory is included with its failure.
 
         Raises:
-            WorkerError: the engines died and will not come back.
+            WorkerError: the engines crashed and cannot be restarted.
         """
         assert self._endpoint is not None and self._client is not None, "made without engines, to check settings"
         prompts, metadata = input_batch["prompts"], input_batch.get("batch_metadata")
@@ -163,8 +163,8 @@ class HarnessGenerator(GeneratorInterface):
         metadata: BatchMetadata | None,
         graded_ends: dict[str, Failure],
     ) -> Trajectory:
-        """Return a trajectory, begun again in another session when the infrastructure failed. One that is graded
-        although its program crashed adds that end to `graded_ends`."""
+        """Generate a trajectory, restarted in a new session after an infrastructure failure. If it is graded although
+        its program crashed, its end is added to `graded_ends`."""
         began, num_retries = time.time(), 0
         rules = self._rules(params, name, metadata)
         while True:
@@ -233,7 +233,7 @@ class HarnessGenerator(GeneratorInterface):
         )
 
     async def _raise_if_engines_died(self) -> None:
-        """Raise the error of engines that cannot be restarted: trajectories would fail one after the other."""
+        """Raise the error of engines that cannot be restarted, since all further trajectories would fail."""
         assert self._client is not None
         try:
             await self._client.check_health()
@@ -263,12 +263,12 @@ class HarnessGenerator(GeneratorInterface):
 
 
 def _new_session() -> str:
-    """Return a name that nobody can guess: a harness has the URL and the key of its own trajectory alone."""
+    """Return an unguessable name, so that a harness has access only to the URL and key of its trajectory."""
     return secrets.token_hex(8)
 
 
 def _close(sandbox: Sandbox) -> None:
-    """Close a sandbox. One that cannot be closed is no reason to lose the other trajectories."""
+    """Close a sandbox. A failure to close it does not affect other trajectories."""
     try:
         sandbox.close()
     except InfraError as error:

@@ -1,4 +1,5 @@
-"""One attempt of a harness at a task: workspace, program or function, end, reward. Blocking; knows no trainer."""
+"""One attempt of a harness at a task: workspace, program or function, outcome, reward. Blocking; independent of the
+trainer."""
 
 import asyncio
 import contextlib
@@ -65,7 +66,7 @@ def harness_failure(end: HarnessEnd, message: str) -> Failure:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Result of one attempt. One with a failure has no reward."""
+    """Result of one attempt. A failed attempt has no reward."""
 
     record: "SessionRecord"
     reward: float = 0.0
@@ -81,7 +82,7 @@ class Harness:
     """Agent program of `generator.harness`, with its functions loaded.
 
     Args:
-        socket_path: of the endpoint, for a sandbox without network.
+        socket_path: socket of the endpoint, for a sandbox without network.
     """
 
     cfg: "HarnessConfig"
@@ -90,10 +91,11 @@ class Harness:
     socket_path: str
 
     def sandbox(self, folder: str | None = None) -> Sandbox:
-        """Return a sandbox for one trajectory, not started. Raises InfraError if none works here.
+        """Create a sandbox for one trajectory without starting it. Raises InfraError if no sandbox works on this
+        machine.
 
         Args:
-            folder: of the task's texts, on this machine.
+            folder: folder of the task's texts on this machine.
         """
         memory = int(self.cfg.memory_gb * 1024 * _MEBIBYTE)
         limits = Limits(
@@ -107,24 +109,24 @@ class Harness:
         return make_sandbox(self.cfg.sandbox, limits=limits, visible=visible, image=self.cfg.image, pull=self.cfg.pull)
 
     def _new_sandbox(self, limits: Limits) -> Sandbox:
-        """Return a sandbox for grading: without the endpoint, the visible folders and the agent's files."""
+        """Create a sandbox for grading, without the endpoint, the visible folders and the agent's files."""
         return make_sandbox(self.cfg.sandbox, limits=limits, image=self.cfg.image, pull=self.cfg.pull)
 
     def base_url(self, outside: str) -> str:
         """Return the endpoint's URL for a harness.
 
         Args:
-            outside: as this process sees it.
+            outside: URL for this process rather than for the sandbox.
         """
         if self.function is not None or self.cfg.sandbox == "process":
             return outside
         return f"http://127.0.0.1:{PORT}/s/{outside.partition('/s/')[2]}"
 
     def attempt(self, task: HarnessTask, close: "Callable[[], SessionRecord]") -> Attempt:
-        """Run the harness in the task's sandbox and grade what it left.
+        """Run the harness in the task's sandbox and grade the resulting workspace.
 
         Args:
-            close: ends the session, and returns its traffic.
+            close: ends the session and returns its recorded requests.
         """
         closed: list[SessionRecord] = []
         printed: str | None = None
@@ -152,8 +154,8 @@ class Harness:
             return Attempt(record(), failure=Failure("environment", message))
 
     def _run(self, task: HarnessTask) -> tuple[Any, str | None, Failure | None]:
-        """Return the harness's result (of a program its standard output), the end of what it printed, and how it
-        failed."""
+        """Run the harness. Return its result (for a program, its standard output), the end of its printed output, and
+        its failure."""
         if self.function is None:
             return self._run_command(task)
         deadline = f"generator.harness.deadline_seconds={self.cfg.deadline_seconds:g}"
@@ -198,7 +200,7 @@ class Harness:
         return harness_failure("crashed", f"exit status {result.returncode}: {said}")
 
     def _grade(self, task: HarnessTask, output: Any) -> float:
-        """Return the reward. Raises RolloutError of kind `reward`, InfraError."""
+        """Compute the reward. Raises RolloutError of kind `reward`, or InfraError."""
         if self.grader is None and task.row.get("grade"):
             return grade_workspace(task, self.cfg.grade_seconds, self._new_sandbox)
         if self.grader is None:
@@ -217,11 +219,11 @@ class Harness:
 
 
 def _judged(record: "SessionRecord", failure: Failure | None) -> tuple[Failure | None, Failure | None]:
-    """Return the failure of a trajectory, given its requests, and how it ended if it is graded nevertheless.
+    """Return the failure of a trajectory, given its requests, and its end if it is graded nevertheless.
 
-    One that used up its budget ended for that reason, however its harness took the refusal. A program that ends with
-    another exit status, or at a limit of memory or files, after the model has answered is graded: commands of the model
-    can cause both, and a policy must not be able to take a bad grade out of the baseline.
+    If the budget was used up, this is the reason of the end, regardless of how the harness handled the refusal. A
+    program that fails with an exit status, or at a limit of memory or files, after the model responded is graded: the
+    model's commands can cause both, and a policy must not be able to exclude a bad grade from the baseline.
     """
     if failure is not None and failure.kind == "infrastructure":
         return failure, None
@@ -238,7 +240,7 @@ def _judged(record: "SessionRecord", failure: Failure | None) -> tuple[Failure |
 
 
 def _called(function: Callable[..., Any], *args: object) -> Any:
-    """Call a function; one that is asynchronous in an event loop of its own."""
+    """Call a function; an asynchronous function runs in a separate event loop."""
     result = function(*args)
     if not inspect.isawaitable(result):
         return result

@@ -1,4 +1,4 @@
-"""One task of a harness: what a program or a function is given, and the reward of what it left behind."""
+"""One task of a harness: the inputs of a program or function, and the reward of the resulting workspace."""
 
 import json
 import math
@@ -31,7 +31,7 @@ NOT_RUNNABLE = (126, 127)
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessTask:
-    """A row of the dataset, the endpoint and the workspace, as a function or a grader gets them."""
+    """A dataset row, the endpoint and the workspace, as passed to a function or a grader."""
 
     prompt: ConversationType
     """The row's messages."""
@@ -49,12 +49,12 @@ class HarnessTask:
 
     @property
     def text(self) -> str:
-        """The last message of the prompt."""
+        """Text of the last message of the prompt."""
         return last_text(self.prompt)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables of a command: those that the SDKs of OpenAI and Anthropic read, and ours.
-        A text too long for a variable is in its file alone."""
+        """Return the environment variables of a command, including the variables read by the SDKs of OpenAI and
+        Anthropic. A text too long for a variable is only in its file."""
         texts = {"SKYRL_TASK": self.text, "SKYRL_MESSAGES": json.dumps(self.prompt)}
         return {
             "OPENAI_BASE_URL": self.base_url,
@@ -69,13 +69,13 @@ class HarnessTask:
         }
 
     def write_texts(self, folder: str) -> None:
-        """Write the texts of the task's folder, readable to the sandbox's user.
+        """Write the texts of the task's folder, readable by the sandbox's user.
 
         Args:
-            folder: as this process sees it.
+            folder: path of the folder for this process.
 
         Raises:
-            RolloutError: kind `environment`: the prompt has a value that JSON has no form for.
+            RolloutError: kind `environment`: the prompt has a value that JSON cannot represent.
         """
         try:
             check_prompt(self.prompt)
@@ -92,7 +92,7 @@ class HarnessTask:
         """Return a command line with `{task}`, `{task_file}`, `{model}`, `{base_url}` and `{api_key}` filled in.
 
         Raises:
-            ValueError: the task is too long for a word of a command line.
+            ValueError: the task is too long for a command-line argument.
         """
         values = {
             "{task_file}": f"{self.folder}/task.txt",
@@ -111,12 +111,12 @@ class HarnessTask:
 
 
 def last_text(prompt: ConversationType | None) -> str:
-    """Return the text of the last message; of one with typed parts, their texts."""
+    """Return the text of the last message; for a message with typed parts, the concatenated texts."""
     return text_of(prompt[-1]) if prompt else ""
 
 
 def check_prompt(prompt: ConversationType | None) -> None:
-    """Check that a prompt can be given to a harness as text and as JSON. Raises ValueError, which names the place."""
+    """Check that a prompt can be passed to a harness as text and as JSON. Raises ValueError that names the location."""
     for place in _places_without_json(prompt, "prompt"):
         raise ValueError(f"{place} has no form in JSON, as which a harness gets its messages: make it text or a number")
     content = prompt[-1].get("content") if prompt else None
@@ -139,7 +139,7 @@ def _places_without_json(value: object, place: str) -> Iterator[str]:
 
 
 def check_task_fits(words: Sequence[str], text: str) -> None:
-    """Check that `{task}` can be filled in. Raises ValueError, with what to use instead."""
+    """Check that `{task}` can be filled in. Raises ValueError with an alternative."""
     if any("{task}" in word and not _fits(word.replace("{task}", text)) for word in words):
         raise ValueError(
             f"the prompt's last message has {len(as_bytes(text))} bytes, too many for {{task}} in "
@@ -153,10 +153,10 @@ def _fits(word: str) -> bool:
 
 
 def check_row(row: Mapping[str, Any], with_grade: bool) -> None:
-    """Check the form of a row's `files`, and of its `grade` where that gives the reward.
+    """Check the format of a row's `files`, and of its `grade` if that determines the reward.
 
     Raises:
-        ValueError: it names the column, the value and the form.
+        ValueError: names the column, the value and the expected format.
     """
     _check_files("files", row.get("files"))
     grade = row.get("grade")
@@ -211,8 +211,8 @@ def _check_files(column: str, files: object) -> None:
 
 
 def _check_places(inputs: Sequence[str], files: Sequence[str]) -> None:
-    """Check that no path of an input can take the place of a grader's file, or of its folder: whether that file can be
-    written would be up to the agent."""
+    """Check that no input path conflicts with a grader's file or folder; otherwise the agent could prevent that file
+    from being written."""
     for path in inputs:
         given = _check_path("grade.inputs", path)
         for file in files:
@@ -232,8 +232,8 @@ def _check_path(column: str, path: object) -> list[str]:
 
 
 def write_files(sandbox: Sandbox, files: Mapping[str, str | None] | None) -> None:
-    """Write files of a row into the workspace. A table's rows have all names of all rows: those that are null are not
-    this row's."""
+    """Write the files of a row into the workspace. Rows of a table have the names of all rows: null entries do not
+    belong to this row."""
     for path, content in (files or {}).items():
         if content is not None:
             sandbox.write(path, content)
@@ -244,8 +244,8 @@ NewSandbox = Callable[..., Sandbox]
 
 
 def grade_workspace(task: HarnessTask, seconds: float, new_sandbox: NewSandbox) -> float:
-    """Return the reward of what an agent left in its workspace, by the row's `grade`. What the agent did to the
-    workspace is its own outcome: a missing program, or a folder where the grader's file belongs, gives 0.
+    """Compute the reward of an agent's workspace by the row's `grade`. The agent is responsible for the workspace: a
+    missing program, or a folder at the path of the grader's file, gives 0.
 
     Raises:
         RolloutError: kind `reward`: the row's command cannot be run.
@@ -265,8 +265,8 @@ def grade_workspace(task: HarnessTask, seconds: float, new_sandbox: NewSandbox) 
 
 
 def _grade_by_tests(task: HarnessTask, grade: Mapping[str, Any], seconds: float, new_sandbox: NewSandbox) -> float:
-    """Run the program in a sandbox of its own. Tests and expected values never enter that sandbox, so a program cannot
-    read them, end before them, or report in their name."""
+    """Run the program in a separate sandbox. Tests and expected values never enter that sandbox, so a program cannot
+    read them, bypass them or report results for them."""
     content = _read_or_none(task.sandbox, grade["program"])
     if content is None:
         return 0.0
@@ -276,7 +276,7 @@ def _grade_by_tests(task: HarnessTask, grade: Mapping[str, Any], seconds: float,
 
 
 def _read_or_none(sandbox: Sandbox, path: str) -> bytes | None:
-    """Return a file of an agent's workspace; None if it is missing, a folder or a link, unreadable, or too large."""
+    """Read a file of an agent's workspace; None if it is missing, a folder or link, unreadable, or too large."""
     try:
         return sandbox.read(path)
     except (OSError, ValueError):
@@ -284,8 +284,8 @@ def _read_or_none(sandbox: Sandbox, path: str) -> bytes | None:
 
 
 def _run_command(sandbox: Sandbox, grade: Mapping[str, Any], limits: Limits, is_fresh: bool) -> float:
-    """Write the grader's files over those of the workspace and run its command there: 1 if its exit status is 0, else 0
-    (also where a limit ended it: tests that hang have failed)."""
+    """Write the grader's files over the workspace's files and run its command there: 1 if its exit status is 0, else 0
+    (including a command ended by a limit, since hanging tests have failed)."""
     files = {path: text for path, text in (grade.get("files") or {}).items() if text is not None}
     if files and not is_fresh:
         # The agent may have left folders, links or full disks in their place. `write` says whether that helped.
@@ -303,7 +303,7 @@ def _run_command(sandbox: Sandbox, grade: Mapping[str, Any], limits: Limits, is_
 
 
 def checked_reward(value: object, source: str) -> float:
-    """Return a reward as a float. Raises RolloutError if it is no finite number."""
+    """Convert a reward to float. Raises RolloutError if it is not a finite number."""
     # Of NumPy, too: a comparison of arrays, a mean in float32.
     if isinstance(value, Real | np.bool_) and math.isfinite(value):
         return float(value)

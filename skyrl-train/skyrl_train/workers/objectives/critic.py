@@ -1,4 +1,4 @@
-"""Objective of the critic: the squared error of its values."""
+"""Objective of the critic: squared error of its values."""
 
 import torch
 
@@ -22,7 +22,7 @@ class CriticObjective:
         self.algorithm = algorithm
 
     def __call__(self, scores: Scores, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, MetricSums]:
-        """Compute the weighted sum of the tokens' losses, and metrics.
+        """Compute the weighted sum of token losses, and metrics.
 
         Args:
             micro_batch: `loss_mask`, `critic_loss_weights`, `values` (before the update) and `returns` [b, R].

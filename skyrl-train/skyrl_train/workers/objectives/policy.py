@@ -1,4 +1,4 @@
-"""Objective of the policy: policy loss with weights of off-policy rows, KL divergence to the reference, entropy."""
+"""Objective of the policy: policy loss with off-policy weights, KL divergence to the reference, entropy."""
 
 from collections.abc import Mapping
 
@@ -16,13 +16,13 @@ from skyrl_train.training_batch import TrainingInputBatch, shape_of
 
 
 class PolicyObjective:
-    """Loss of the policy (reinforcement learning and, by its loss functions, supervised training).
+    """Loss of the policy, for reinforcement learning and (with the corresponding loss functions) supervised training.
 
     Args:
         algorithm: `trainer.algorithm`.
-        loss_fn: the loss of every token.
-        distillation: `trainer.distillation`, whose divergence is added where the batch has a teacher's log-probs of
-            several tokens; None: it never has.
+        loss_fn: per-token loss function.
+        distillation: `trainer.distillation`, whose divergence is added if the batch has teacher log-probs of several
+            tokens; None: the batch never has them.
     """
 
     needs_entropy = True
@@ -33,11 +33,11 @@ class PolicyObjective:
         self.distillation = distillation
 
     def __call__(self, scores: Scores, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, MetricSums]:
-        """Compute the weighted sum of the tokens' losses, and metrics.
+        """Compute the weighted sum of token losses, and metrics.
 
         Args:
-            micro_batch: `loss_mask`, `loss_weights` [b, R]; where the algorithm uses them `action_log_probs` (without
-                it the scores themselves stand for the old log-probs: right if one optimizer step takes all rows),
+            micro_batch: `loss_mask`, `loss_weights` [b, R]; if used by the algorithm, `action_log_probs` (without it,
+                the scores themselves are the old log-probs, which is exact if a single optimizer step uses all rows),
                 `advantages`, `rollout_logprobs`, `base_action_log_probs`, `off_policy_weights`, `selected_tokens`,
                 `teacher_log_probs` [b, R, K].
         """
@@ -94,7 +94,7 @@ class PolicyObjective:
 def _divergence(
     student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor, settings: DistillationConfig
 ) -> torch.Tensor:
-    """Compute the divergence of student and teacher [b, R] from log-probs [b, R, K]; 0 outside the mask."""
+    """Compute the divergence [b, R] between student and teacher from log-probs [b, R, K]; 0 outside the mask."""
     trains = mask != 0
     with_tail = settings.tokens == "top_k"
     # Rows of padding hold no distribution: only tokens that train are computed.
@@ -103,10 +103,10 @@ def _divergence(
 
 
 def checked_loss(returned: object, name: str, shape: torch.Size) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Return the loss of every token and its metrics, as a loss function must return them.
+    """Compute the per-token loss and its metrics, and validate the output of the loss function.
 
     Raises:
-        ConfigError: it returned something else.
+        ConfigError: the output is invalid.
     """
     rule = f"trainer.algorithm.policy_loss_type='{name}' must return the loss of every token, {tuple(shape)}"
     match returned:
