@@ -311,8 +311,8 @@ def format_help() -> str:
     hints = get_type_hints(MismatchConfig, include_extras=True)
     meanings, defaults = read_field_meanings(MismatchConfig), asdict(MismatchConfig())
     lines = [
-        f"  mismatch.{setting.name}={json.dumps(defaults[setting.name])}  ({describe_expectation(hints[setting.name])})\n"
-        f"      {meanings[setting.name]}"
+        f"  mismatch.{setting.name}={json.dumps(defaults[setting.name])}  "
+        f"({describe_expectation(hints[setting.name])})\n      {meanings[setting.name]}"
         for setting in fields(MismatchConfig)
     ]
     return "\n".join([inspect.cleandoc(__doc__ or ""), "", *lines, "", "All others: docs/configuration.md"])
