@@ -225,7 +225,7 @@ class Checkpoint:
 
     @contextmanager
     def local_copy(self, without: Sequence[str]) -> Iterator[Path]:
-        """Yield a local folder with all files except those of some models, which ranks fetch. A local checkpoint is
+        """Yield a local folder with all files except some models' files, which ranks fetch. A local checkpoint is
         yielded directly.
 
         Raises:

@@ -67,7 +67,7 @@ def check_training_backend(
     Args:
         make: makes a backend that has neither joined nor loaded: a subclass of `TrainingBackend`, or a function.
         model_path: a small model's folder.
-        settings: of `trainer`, in addition to those of the check, section by section.
+        settings: of `trainer`, merged by section into the check's settings.
         exempt: invariances that do not apply to this backend, each with the reason.
         device: `trainer.placement.device`, `cpu` or `cuda`.
 

@@ -1,7 +1,7 @@
 """HTML of trajectories by `render_html` of the environment's class.
 
-Only environments that are registered here count (those of skyrl_gym, of installed packages and of `--import FILE`): a
-run folder from elsewhere can name one of them, but no module to import.
+Only environments registered in this process count (skyrl_gym, installed packages, `--import FILE`): a run folder from
+elsewhere can name one of them, but no module to import.
 """
 
 import skyrl_gym

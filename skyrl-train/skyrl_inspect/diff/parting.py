@@ -42,7 +42,7 @@ class Difference:
         step: 0 is before training.
         quantity: name of the differing number, such as `rollout log-prob` or `policy/policy_lr`.
         a, b: the values; None: that run has none.
-        sample: place of the sample among those of the step, and what identifies it.
+        sample: position of the sample in the step, and its identity.
         token: place in the prompt or the response.
         kind: kind of difference that a cause must explain, if the stage alone is ambiguous (`causes`).
         note: how many others differ.

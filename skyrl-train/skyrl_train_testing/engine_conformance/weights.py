@@ -27,8 +27,8 @@ async def check_weights(subject: EngineUnderTest, weights: Weights | None, what:
 
 @check("weight_update")
 async def check_update(subject: EngineUnderTest) -> None:
-    """Log-probs are those of the new weights after an update, by every transport that the engine supports; tokens have
-    the new version, and the reported fingerprints are those of the tensors that were sent.
+    """Log-probs equal the new weights' after an update, by every transport that the engine supports; tokens have the
+    new version, and the reported fingerprints equal the sent tensors'.
     """
     for number, way in enumerate(subject.ways):
         words = " ".join(way)
