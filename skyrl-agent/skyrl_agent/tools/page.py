@@ -24,7 +24,7 @@ class Page(BaseTool):
         enter: bool = False,
     ) -> str:
         """Acts on the page and shows it afterwards: its text, and what can be used, each with a number. Numbers are
-        the links of the page as shown last.
+        those of the page as it was shown last.
 
         Args:
             action: look; click an element; type into a field (a list: choose that option); back to the page before.
