@@ -58,7 +58,7 @@ from skyrl_train.step_plan import needs_old_log_probs, step_plan
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.types import PromptRow
-from skyrl_train.utils.async_blocks import thread_beside
+from skyrl_train.utils.async_blocks import run_thread_during
 from skyrl_train.utils.logging_utils import log_example
 from skyrl_train.utils.progress import ANSWERS, ConsolePhase, progress
 from skyrl_train.utils.storage import location
@@ -272,7 +272,7 @@ class RayPPOTrainer(TrainingRun):
 
     async def _load_reference(self) -> None:
         assert self.ref_model is not None
-        async with self.colocation.swapped_in("ref"):
+        async with self.colocation.activate("ref"):
             await self.ref_model.call_all(RefWorker.load_weights, str(self._reference_folder))
 
     @property
@@ -372,7 +372,7 @@ class RayPPOTrainer(TrainingRun):
     def _recorded(self, rollouts: RolloutBatch) -> AbstractAsyncContextManager[None]:
         """Record metrics of rollouts, and write them in a thread beside the block."""
         self._record_metrics(rollouts)
-        return thread_beside(partial(self._write, rollouts), f"writing the trajectories of step {self.global_step}")
+        return run_thread_during(partial(self._write, rollouts), f"writing the trajectories of step {self.global_step}")
 
     def _record_metrics(self, rollouts: RolloutBatch) -> None:
         n = self.cfg.generator.n_samples_per_prompt
@@ -453,10 +453,10 @@ class RayPPOTrainer(TrainingRun):
         this step's updates). With one update a step, and no earlier use of them, the last come from the training
         forward."""
         if self.ref_model is not None:
-            async with self.colocation.swapped_in("ref"):
+            async with self.colocation.activate("ref"):
                 batch["base_action_log_probs"] = await self._forward(self.ref_model, batch)
         if self.critic_model is not None:
-            async with self.colocation.swapped_in("critic"):
+            async with self.colocation.activate("critic"):
                 batch["values"] = await self._forward(self.critic_model, batch)
         if needs_old_log_probs(self.cfg) and self.cfg.trainer.policy.routing_replay == "R2":
             schedule = self._forward_schedule(self.policy_model, batch)
@@ -529,7 +529,7 @@ class RayPPOTrainer(TrainingRun):
             self.critic_model, batch, trainer.critic_mini_batch_size, trainer.micro_train_batch_size_per_gpu
         )
         with self.timed("critic_train"):
-            async with self.colocation.swapped_in("critic"):
+            async with self.colocation.activate("critic"):
                 update = await train_on_batch(self.critic_model, schedule, batch, trainer.update_epochs_per_batch)
         self.all_metrics |= step_metrics("critic", update.losses, update.steps)
         self.all_metrics |= self._skipped["critic"].count(update, batch, is_last_step=self.is_last_step())

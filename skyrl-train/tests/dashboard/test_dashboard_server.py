@@ -144,7 +144,7 @@ def test_curves_follow_a_file_that_is_appended_to_and_one_that_is_replaced(clien
 
 def test_run_that_resumes_shows_the_steps_before_its_checkpoint(client: TestClient, runs: Path):
     assert ask(client, "curves", run="adding", name="policy/x")["curves"]["policy/x"][0] == [1, 2, 3]
-    RunFolder(runs / "adding").truncate_after(1)
+    RunFolder(runs / "adding").delete_after(1)
     assert ask(client, "curves", run="adding", name="policy/x")["curves"]["policy/x"][0] == [1]
     assert ask(client, "run", run="adding")["steps"] == {"train": [1], "eval": []}
 
@@ -167,7 +167,7 @@ def test_sample_has_what_training_knew_of_its_tokens(client: TestClient, runs: P
     assert ask(client, "columns", run="adding", step=2, line=2) == {}
     assert ask(client, "columns", run="adding", phase="eval", step=2, line=0) == {}
     assert ask(client, "run", run="adding")["steps"]["train"] == [1, 2, 3]
-    run.truncate_after(1)
+    run.delete_after(1)
     assert not run.token_columns_path(2).exists()
 
 

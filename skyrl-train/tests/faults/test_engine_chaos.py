@@ -252,8 +252,8 @@ async def test_an_engine_that_has_not_the_weights_ends_the_run(
     if "adapter" in lie:
         trainer_changes["policy"] = {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e-2}}
         generator |= {"weight_sync_strategy": "adapter"}
-    factory = entry.engine_factory
-    monkeypatch.setattr(entry, "engine_factory", lambda *a, **k: partial(lying, factory(*a, **k), lie))
+    factory = entry.build_engine_factory
+    monkeypatch.setattr(entry, "build_engine_factory", lambda *a, **k: partial(lying, factory(*a, **k), lie))
     async with start_run(tmp_path, script(prompt), trainer=trainer_changes, generator=generator) as trainer:
         with pytest.raises(WeightSyncError, match=message):
             await trainer.train()
