@@ -114,7 +114,7 @@ class DistillationTrainer(RayPPOTrainer):
         or [B, R, K] of the tokens `teacher_ids`)."""
         batch = await super().fwd_logprobs_values_reward(batch)
         with self.timed("teachers"):
-            async with self.colocation.activate("ref") if self._teacher_groups else nullcontext():
+            async with self.colocation.swapped_in("ref") if self._teacher_groups else nullcontext():
                 names = batch.metadata["teachers"]
                 scores = await score_rows(self._teachers, batch, names, self.num_top, self.vocab_size)
         batch["teacher_log_probs"] = scores.log_probs

@@ -169,7 +169,7 @@ class SupervisedTrainer(TrainingRun):
     async def add_reference_log_probs(self, batch: TrainingInputBatch) -> TrainingInputBatch:
         """Add the reference model's log-probs, under the name that the `dpo` loss reads."""
         assert self.ref_model is not None
-        async with self.colocation.activate("ref"):
+        async with self.colocation.swapped_in("ref"):
             batch["action_log_probs"] = await forward(self.ref_model, self.schedule(batch, self.ref_model), batch)
         return batch
 

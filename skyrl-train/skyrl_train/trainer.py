@@ -272,7 +272,7 @@ class RayPPOTrainer(TrainingRun):
 
     async def _load_reference(self) -> None:
         assert self.ref_model is not None
-        async with self.colocation.activate("ref"):
+        async with self.colocation.swapped_in("ref"):
             await self.ref_model.call_all(RefWorker.load_weights, str(self._reference_folder))
 
     @property
@@ -453,10 +453,10 @@ class RayPPOTrainer(TrainingRun):
         this step's updates). With one update a step, and no earlier use of them, the last come from the training
         forward."""
         if self.ref_model is not None:
-            async with self.colocation.activate("ref"):
+            async with self.colocation.swapped_in("ref"):
                 batch["base_action_log_probs"] = await self._forward(self.ref_model, batch)
         if self.critic_model is not None:
-            async with self.colocation.activate("critic"):
+            async with self.colocation.swapped_in("critic"):
                 batch["values"] = await self._forward(self.critic_model, batch)
         if needs_old_log_probs(self.cfg) and self.cfg.trainer.policy.routing_replay == "R2":
             schedule = self._forward_schedule(self.policy_model, batch)
@@ -529,7 +529,7 @@ class RayPPOTrainer(TrainingRun):
             self.critic_model, batch, trainer.critic_mini_batch_size, trainer.micro_train_batch_size_per_gpu
         )
         with self.timed("critic_train"):
-            async with self.colocation.activate("critic"):
+            async with self.colocation.swapped_in("critic"):
                 update = await train_on_batch(self.critic_model, schedule, batch, trainer.update_epochs_per_batch)
         self.all_metrics |= step_metrics("critic", update.losses, update.steps)
         self.all_metrics |= self._skipped["critic"].count(update, batch, is_last_step=self.is_last_step())

@@ -310,7 +310,8 @@ def help_text() -> str:
     hints = get_type_hints(MismatchConfig, include_extras=True)
     meanings, defaults = read_field_meanings(MismatchConfig), asdict(MismatchConfig())
     lines = [
-        f"  mismatch.{setting.name}={json.dumps(defaults[setting.name])}  ({describe_expectation(hints[setting.name])})\n"
+        f"  mismatch.{setting.name}={json.dumps(defaults[setting.name])}  "
+        f"({describe_expectation(hints[setting.name])})\n"
         f"      {meanings[setting.name]}"
         for setting in fields(MismatchConfig)
     ]

@@ -163,7 +163,8 @@ def replay(folder: Path) -> tuple[float, float]:
     settings, num = cfg.trainer.fully_async, cfg.trainer.train_batch_size
     num_steps = sum(1 for _ in run.read_timeline())
     limits = ScheduleLimits(
-        groups_per_step=num, max_staleness_steps=settings.max_staleness_steps, max_running=settings.get_max_running(num),
+        groups_per_step=num, max_staleness_steps=settings.max_staleness_steps,
+        max_running=settings.get_max_running(num),
         groups_per_epoch=num * num_steps, total_steps=num_steps, order=settings.order, on_stale=settings.on_stale,
     )  # fmt: skip
     every = settings.sync_every_steps

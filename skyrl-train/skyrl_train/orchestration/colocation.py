@@ -162,7 +162,7 @@ class Colocation:
                 await self._onload("policy")
 
     @asynccontextmanager
-    async def activate(self, worker: Worker) -> AsyncIterator[None]:
+    async def swapped_in(self, worker: Worker) -> AsyncIterator[None]:
         """Give `worker` the policy's place on the device, if they share one, for the duration of the block. After a
         failure inside the block `worker` stays."""
         # What the protocol does not name stays where it is: then both have devices of their own.

@@ -350,7 +350,8 @@ def test_cached_data_digest_matches_items(tmp_path, monkeypatch):
     assert describe_data(Rows([(Example([1, 2], [0, 1]),)])) == "1 rows (cdd4c2de6698)"
     assert data_digest(prompts(limit=3)) == data_digest(Rows(items(prompts(limit=3)))) != first
     assert data_digest(prompts(Louder)) == data_digest(Rows(items(prompts(Louder)))) != first
-    assert prompts().find_distinct_values("prompt") == [[{"role": "user", "content": text}] for text in ("a", "b c d", "e")]
+    messages = [[{"role": "user", "content": text}] for text in ("a", "b c d", "e")]
+    assert prompts().find_distinct_values("prompt") == messages
     monkeypatch.setattr(PromptDataset, "__getitem__", None)  # no row is read for what is known
     assert data_digest(prompts()) == first and len(prompts().find_distinct_values("prompt")) == 3
 

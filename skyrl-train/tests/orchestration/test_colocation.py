@@ -232,9 +232,9 @@ async def test_training_step_moves_in_documented_order():
     assert diary.take() == sync
     colocation.check("generate")
     await colocation.after_generating()
-    async with colocation.activate("ref"):
+    async with colocation.swapped_in("ref"):
         colocation.check("use ref")
-    async with colocation.activate("critic"):
+    async with colocation.swapped_in("critic"):
         colocation.check("use critic")
     colocation.check("use policy")
     assert diary.take() == [
@@ -269,7 +269,7 @@ async def test_models_with_own_devices_are_never_moved():
         colocation.check(event)
     await colocation.sync(diary.send)
     await colocation.after_generating()
-    async with colocation.activate("ref"):
+    async with colocation.swapped_in("ref"):
         pass
     assert await colocation.send_between(diary.send)
     await colocation.recover()
@@ -282,10 +282,10 @@ async def test_policy_and_reference_model_may_share_while_engines_do_not():
     assert [line for line in lines if "critic" not in line] == ["ref loads", "ref off", "policy loads"]
     await colocation.sync(diary.send)
     await colocation.after_generating()
-    async with colocation.activate("critic"):
+    async with colocation.swapped_in("critic"):
         pass
     assert diary.take() == ["weights travel"]
-    async with colocation.activate("ref"):
+    async with colocation.swapped_in("ref"):
         with pytest.raises(ColocationError, match=r"cannot send weights .* first: offload ref, onload policy"):
             await colocation.sync(diary.send)
     assert diary.take() == ["policy off", "ref on", "ref off", "policy on"]
@@ -304,7 +304,7 @@ async def test_training_without_engines_swaps_models():
     diary = Diary()
     colocation = Colocation(None, engines_share_device=True)
     await colocation.start([Group(diary, "policy"), Group(diary, "ref")])
-    async with colocation.activate("ref"):
+    async with colocation.swapped_in("ref"):
         pass
     assert diary.take() == [
         *("ref loads", "ref off", "policy loads"),
