@@ -152,10 +152,10 @@ class _Rank:
         del warm
         gc.collect()
         peaks = MemoryPeaks(backend.device)
-        with peaks.measuring("load"):
+        with peaks.measure("load"):
             backend.load_model()
         _compute(backend, setting, MODELS[setting.model]["vocab_size"], peaks)
-        return peaks.take()
+        return peaks.reset()
 
     def _joined(self, setting: Setting, small: str, info: RankInfo) -> Any:
         """Join the group and compute with a model of 0.1 MB, so that code and buffers of libraries are in memory before
@@ -178,10 +178,10 @@ def _compute(backend: TrainingBackend, setting: Setting, num_words: int, peaks: 
     batch, micro_batches = make_batch(setting, num_words)
     for _ in range(NUM_STEPS):
         if setting.role == "ref":
-            with peaks.measuring("forward"):
+            with peaks.measure("forward"):
                 backend.forward(batch, micro_batches)
         else:
-            with peaks.measuring("train"):
+            with peaks.measure("train"):
                 run_step(backend, batch, micro_batches, gather=False)
 
 

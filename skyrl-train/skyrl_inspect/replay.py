@@ -54,9 +54,9 @@ def find_sample(folder: RunFolder, name: str, step: int | None, phase: Phase = "
     Raises:
         DataError: the sample does not exist; names the available ones.
     """
-    files = [file for file in folder.trajectory_files() if file.phase == phase and step in (None, file.step)]
+    files = [file for file in folder.list_trajectory_files() if file.phase == phase and step in (None, file.step)]
     if not files:
-        steps = [file.step for file in folder.trajectory_files() if file.phase == phase]
+        steps = [file.step for file in folder.list_trajectory_files() if file.phase == phase]
         have = f"; it has those of steps {steps[0]} to {steps[-1]}" if steps else " (trainer.dump_trajectories=false?)"
         kind = "trajectories" if phase == "train" else "trajectories of evaluations"
         raise DataError(f"{folder.path} holds no {kind}{'' if step is None else f' of step {step}'}{have}")

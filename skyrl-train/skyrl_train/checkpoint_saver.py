@@ -15,7 +15,7 @@ from skyrl_train.checkpoints import CheckpointStore
 from skyrl_train.errors import CheckpointError
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.training_backends.checkpoint import WrittenFiles
-from skyrl_train.utils.explanations import explain_expiry
+from skyrl_train.utils.explanations import write_explanation
 from skyrl_train.workers.worker import Worker
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ class CheckpointSaver:
                 f"the checkpoint of step {self._step}, written in the background (trainer.ckpt_async), is not complete "
                 f"after {self._timeout_seconds:g} s (trainer.worker_timeout_seconds)"
             )
-            why = await asyncio.to_thread(explain_expiry, late) or ": a slow or full disk or store?"
+            why = await asyncio.to_thread(write_explanation, late) or ": a slow or full disk or store?"
             raise CheckpointError(late + why) from None
 
     async def close(self) -> None:

@@ -20,20 +20,20 @@ from loguru import logger
 from skyrl_train.config import TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.training_backends.checkpoint import WrittenFiles
-from skyrl_train.utils.io import FileRecord, sha256_of
-from skyrl_train.utils.nodes import node_name
-from skyrl_train.utils.shared_download import fetch_files
+from skyrl_train.utils.io import FileRecord, compute_sha256
+from skyrl_train.utils.nodes import get_node_name
+from skyrl_train.utils.shared_download import download_files
 from skyrl_train.utils.storage import (
     DraftFolder,
     Place,
+    get_size,
+    list_names,
+    list_sizes,
     location,
     move_folder,
-    names_in,
     publishing,
     read_text,
     remove_folder,
-    size_of,
-    sizes_in,
     write_whole,
 )
 
@@ -52,8 +52,8 @@ def extract_step_from_path(path: str | Place) -> int:
 def list_checkpoint_dirs(root: str | Place) -> list[Place]:
     """Return the complete checkpoints under `root`, oldest step first."""
     place = location(root)
-    steps = sorted((step, name) for name in names_in(place) if (step := extract_step_from_path(name)) >= 0)
-    return [place / name for _, name in steps if size_of(place / name / MANIFEST) is not None]
+    steps = sorted((step, name) for name in list_names(place) if (step := extract_step_from_path(name)) >= 0)
+    return [place / name for _, name in steps if get_size(place / name / MANIFEST) is not None]
 
 
 class CheckpointStore:
@@ -118,7 +118,7 @@ class CheckpointStore:
             raise ConfigError(
                 f"trainer.resume_path must end in {GLOBAL_STEP_PREFIX}N, the folder of one checkpoint; got {folder}"
             )
-        if size_of(folder / MANIFEST) is None:
+        if get_size(folder / MANIFEST) is None:
             raise ConfigError(f"trainer.resume_path: there is no complete checkpoint at {folder}")
         return folder
 
@@ -161,9 +161,9 @@ class CheckpointStore:
         folders do not have the name of a checkpoint.)"""
         if isinstance(self.root, Path):
             return
-        for name in names_in(self.root):
+        for name in list_names(self.root):
             is_ours = extract_step_from_path(name.removeprefix(_SUPERSEDED)) >= 0
-            if is_ours and size_of(self.root / name / MANIFEST) is None:
+            if is_ours and get_size(self.root / name / MANIFEST) is None:
                 remove_folder(self.root / name, MANIFEST)
 
     def _newest_name(self) -> str:
@@ -200,8 +200,8 @@ class CheckpointDraft:
     def write_manifest(self, step: int) -> None:
         """Write the manifest that completes the checkpoint. Files not hashed by a rank are hashed here."""
         files = dict(self._records)
-        for name, size in sizes_in(self.folder).items():
-            files.setdefault(name, FileRecord(size, sha256_of(self.folder / name)))
+        for name, size in list_sizes(self.folder).items():
+            files.setdefault(name, FileRecord(size, compute_sha256(self.folder / name)))
         described = {name: asdict(files[name]) for name in sorted(files)}
         (self.folder / MANIFEST).write_text(json.dumps({"global_step": step, "files": described}, indent=1))
 
@@ -237,7 +237,7 @@ class Checkpoint:
         records = {name: record for name, record in self._records.items() if name.partition("/")[0] not in without}
         with tempfile.TemporaryDirectory(prefix="skyrl-checkpoint-") as copy:
             with self.naming_remedy():
-                fetch_files(self.folder, records, Path(copy))
+                download_files(self.folder, records, Path(copy))
             yield Path(copy)
 
     @contextmanager
@@ -262,7 +262,7 @@ def verify(folder: str | Place) -> dict[str, FileRecord]:
     try:
         manifest = json.loads(read_text(place / MANIFEST))
         records = {name: FileRecord(file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
-        sizes = sizes_in(place)
+        sizes = list_sizes(place)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{place / MANIFEST} cannot be read ({error}); {_remedy(place)}") from error
 
@@ -272,7 +272,7 @@ def verify(folder: str | Place) -> dict[str, FileRecord]:
             return f"{place / name} is missing"
         if sizes[name] != expected.bytes:
             return f"{place / name} is not what was written (it has {sizes[name]} bytes, not {expected.bytes})"
-        if isinstance(place, Path) and sha256_of(place / name) != expected.sha256:
+        if isinstance(place, Path) and compute_sha256(place / name) != expected.sha256:
             return f"{place / name} is not what was written (its hash differs)"
         return None
 
@@ -294,13 +294,13 @@ def check_all_seen(folder: Place, model: str, reports: Sequence[WrittenFiles]) -
     """
     for rank, report in enumerate(reports):
         for name, record in report.files.items():
-            found = size_of(folder / name)
+            found = get_size(folder / name)
             if found == record.bytes:
                 continue
             here = "does not see" if found is None else f"sees with {found} bytes"
             raise CheckpointError(
                 f"{model} rank {rank} on node {report.node} wrote {name} ({record.bytes} bytes) into {folder}, which "
-                f"node {node_name()} {here}: the folder is not shared by all nodes. Set trainer.ckpt_path (or "
+                f"node {get_node_name()} {here}: the folder is not shared by all nodes. Set trainer.ckpt_path (or "
                 "trainer.run_dir) to a folder on a file system that every node sees"
             )
 

@@ -89,7 +89,7 @@ async def evaluate(
 def _write_trajectories(run_folder: RunFolder, global_step: int | None, rows: Iterable[JsonObject]) -> None:
     """Write the trajectories of a step. A standalone evaluation writes step 0, unless the folder belongs to a training
     run, whose files it would replace."""
-    if global_step is None and any(file.phase == "train" for file in run_folder.trajectory_files()):
+    if global_step is None and any(file.phase == "train" for file in run_folder.list_trajectory_files()):
         logger.warning(
             f"{run_folder.path} has trajectories of a training, so those of this evaluation are not written: give "
             "another trainer.run_dir"

@@ -150,7 +150,7 @@ def environment_names(cfg: SkyRLConfig, dataset: Dataset | None) -> list[str]:
     names = {cfg.environment.env_class} if cfg.generator.uses_environments else set()
     key = getattr(dataset, "env_class_key", None)
     if key is not None and cfg.generator.uses_environments:
-        names |= set(dataset.distinct_values(key))  # type: ignore[union-attr]  it is a PromptDataset
+        names |= set(dataset.find_distinct_values(key))  # type: ignore[union-attr]  it is a PromptDataset
     return sorted(name for name in names if name)
 
 

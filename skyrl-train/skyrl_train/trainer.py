@@ -59,7 +59,7 @@ from skyrl_train.step_plan import needs_old_log_probs, step_plan
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.types import PromptRow
-from skyrl_train.utils.async_blocks import thread_beside
+from skyrl_train.utils.async_blocks import run_thread_during
 from skyrl_train.utils.logging_utils import log_example
 from skyrl_train.utils.progress import ANSWERS, ConsolePhase, progress
 from skyrl_train.utils.storage import location
@@ -374,7 +374,7 @@ class RayPPOTrainer(TrainingRun):
     def _recorded(self, rollouts: RolloutBatch) -> AbstractAsyncContextManager[None]:
         """Record metrics of rollouts, and write the rollouts in a thread concurrently with the block."""
         self._record_metrics(rollouts)
-        return thread_beside(partial(self._write, rollouts), f"writing the trajectories of step {self.global_step}")
+        return run_thread_during(partial(self._write, rollouts), f"writing the trajectories of step {self.global_step}")
 
     def _record_metrics(self, rollouts: RolloutBatch) -> None:
         n = self.cfg.generator.n_samples_per_prompt

@@ -242,7 +242,7 @@ class TrainingRun(ABC):
         if found is None:
             self.checkpoints.rename_later(than=None)
             await self.load_more(None)
-            self.run_folder.truncate_after(-1)
+            self.run_folder.delete_after(-1)
             self._begin()
             return
         folder = found.folder
@@ -257,7 +257,7 @@ class TrainingRun(ABC):
         self.checkpoints.rename_later(than=folder)
         self.load_state(state)
         self.global_step = extract_step_from_path(folder)
-        self.run_folder.truncate_after(self.global_step)
+        self.run_folder.delete_after(self.global_step)
         self._begin()
         for hook in self.hooks:
             hook.on_resume()

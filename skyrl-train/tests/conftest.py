@@ -129,14 +129,14 @@ def ray_cpu():
     """One Ray cluster on this machine for the whole session."""
     import ray
 
-    from skyrl_train.utils.ray_cluster import LOCAL_CLUSTER, worker_environment
+    from skyrl_train.utils.ray_cluster import LOCAL_CLUSTER, build_worker_environment
 
     os.environ.update(LOCAL_CLUSTER, RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
     ray.init(
         num_cpus=64,  # groups of workers stay for other tests
         include_dashboard=False,
         log_to_driver=False,
-        runtime_env={"env_vars": worker_environment()},
+        runtime_env={"env_vars": build_worker_environment()},
         object_store_memory=512 << 20,
         _node_ip_address="127.0.0.1",
     )

@@ -33,7 +33,7 @@ from skyrl_inspect.dashboard.runs_folder import NotBelowError, RunsFolder, join
 from skyrl_inspect.dashboard.signs import find_signs
 from skyrl_inspect.dashboard.steps import StepTrajectories
 from skyrl_inspect.dashboard.time_line import Timelines, build_trace_events
-from skyrl_train.utils.run_folder import without_non_finite
+from skyrl_train.utils.run_folder import replace_non_finite
 
 COOKIE = "skyrl_dashboard"
 EXPLANATIONS = "explanations/"
@@ -337,7 +337,7 @@ def _to_json(value: object) -> Response:
     try:
         text = encode(value)
     except ValueError:  # a number of a file that JSON does not have
-        text = encode(without_non_finite(value))
+        text = encode(replace_non_finite(value))
     return Response(text, media_type="application/json")
 
 

@@ -8,7 +8,7 @@ from skyrl_inspect.dashboard import agent_files
 from skyrl_inspect.dashboard.json_lines import MAX_LINE, Cache, LineOffsets, parse
 from skyrl_inspect.dashboard.runs_folder import FileState, NotBelowError, RunsFolder, join
 from skyrl_train.types import JsonObject
-from skyrl_train.utils.run_folder import COMPRESSED, token_columns_name
+from skyrl_train.utils.run_folder import COMPRESSED, get_token_columns_name
 from skyrl_train.utils.token_columns import decode_columns
 
 MAX_STEPS = 6
@@ -54,7 +54,7 @@ class StepTrajectories:
     def columns(self, run: str, step: int, number: int) -> JsonObject:
         """Return what training knew of the tokens of a trajectory: `uid` and columns by name; empty if it was not
         recorded (yet)."""
-        path, state = self._find_file(join(run, "trajectories", token_columns_name(step)))
+        path, state = self._find_file(join(run, "trajectories", get_token_columns_name(step)))
         if state is None:
             return {}
         try:

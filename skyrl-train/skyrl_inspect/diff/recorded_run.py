@@ -15,7 +15,7 @@ from skyrl_train.errors import DataError
 from skyrl_train.provenance import PROVENANCE_FILE, DataDigest
 from skyrl_train.run_record import split_fingerprints
 from skyrl_train.types import JsonObject
-from skyrl_train.utils.run_folder import Phase, RunFolder, config_hash, read_json_lines
+from skyrl_train.utils.run_folder import Phase, RunFolder, compute_config_hash, read_json_lines
 from skyrl_train.utils.token_columns import decode_columns
 
 _FIX = "; remove the line or restore the file from a copy, and compare again"
@@ -110,7 +110,7 @@ class RecordedRun:
                     f"{path} is not YAML ({str(error).splitlines()[0]}); restore the configuration that the run "
                     "wrote, or remove the file to compare without settings"
                 ) from error
-            found[config_hash(text)] = values
+            found[compute_config_hash(text)] = values
             if path == self.folder.config_path:
                 found["config.yaml"] = values
         return found
@@ -162,7 +162,7 @@ class RecordedRun:
     @cached_property
     def trajectory_paths(self) -> dict[tuple[int, Phase], Path]:
         """Files of trajectories by step and phase."""
-        return {(file.step, file.phase): file.path for file in self.folder.trajectory_files()}
+        return {(file.step, file.phase): file.path for file in self.folder.list_trajectory_files()}
 
     def read_trajectories(self, step: int, phase: Phase) -> Iterator[JsonObject]:
         """Yield the rows of a step, less a torn last one."""

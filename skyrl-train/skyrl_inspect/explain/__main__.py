@@ -12,9 +12,9 @@ from pathlib import Path
 from skyrl_inspect.explain.diagnosis import find_causes
 from skyrl_inspect.explain.evidence import observe
 from skyrl_inspect.explain.text import as_json, as_text, details, headline
-from skyrl_train.utils.explanations import explanations_folder, waits_folder
+from skyrl_train.utils.explanations import get_explanations_folder, waits_folder
 from skyrl_train.utils.io import write_atomically
-from skyrl_train.utils.process_log import log_tail
+from skyrl_train.utils.process_log import read_log_tail
 
 _LOG_LINES = 10
 
@@ -56,13 +56,13 @@ def _describe_missing_records(run_dir: Path) -> str:
     when = f", {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(log.stat().st_mtime))}" if log.exists() else ""
     return (
         f"No process of {run_dir} records waits: the run has ended, or a release without such records made it. End of "
-        f"its log{when}:\n{log_tail(log, _LOG_LINES)}"
+        f"its log{when}:\n{read_log_tail(log, _LOG_LINES)}"
     )
 
 
 def _write(run_dir: Path, text: str, record: str) -> Path | None:
     """Write both files. Returns: the path of the text, None if the folder cannot be written."""
-    folder = explanations_folder(run_dir)
+    folder = get_explanations_folder(run_dir)
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
         folder.mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ import psutil
 from skyrl_gym.waits import ProcessRecord, Wait, read_records, start_ticks
 from skyrl_train.types import JsonObject
 from skyrl_train.utils.explanations import waits_folder
-from skyrl_train.utils.process_log import log_tail
+from skyrl_train.utils.process_log import read_log_tail
 
 GONE, ELSEWHERE = "gone", "elsewhere"
 """States of a process that has ended, and of one that this machine cannot see."""
@@ -111,7 +111,7 @@ def observe(run_dir: Path) -> Situation:
                 rss_bytes=_rss(record.facts["pid"]) if record in live else 0,
                 children=_children(record.facts["pid"], {r.facts["pid"] for r in live}) if record in live else [],
                 log=log,
-                log_end=log_tail(log, _LOG_LINES) if log else "",
+                log_end=read_log_tail(log, _LOG_LINES) if log else "",
             )
         )
     ray_address = next((record.facts["ray"] for record in live if record.facts.get("ray")), None)

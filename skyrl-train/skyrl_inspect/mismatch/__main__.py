@@ -44,14 +44,14 @@ from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.config.typed import Choices, describe_expectation, make_reference
 from skyrl_train.config.validation import validate_generator_cfg
 from skyrl_train.dataset.dataset import PromptDataset
-from skyrl_train.entrypoints.engines import engine_factory, remote_engine
+from skyrl_train.entrypoints.engines import build_engine_factory, build_remote_engine
 from skyrl_train.entrypoints.model_files import load_tokenizer, model_config
 from skyrl_train.errors import ConfigError, SkyRLError, WorkerError
 from skyrl_train.generators.sampling import get_sampling_params
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.types import ConversationType
-from skyrl_train.utils.chat_templates import configured_chat_template
-from skyrl_train.utils.explanations import record_waits
+from skyrl_train.utils.chat_templates import get_configured_chat_template
+from skyrl_train.utils.explanations import start_recording_waits
 from skyrl_train.utils.io import expand_path, write_atomically
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
@@ -203,7 +203,7 @@ def load_prompts(cfg: MismatchRunConfig, tokenizer: PreTrainedTokenizerBase) -> 
     """Return prompts of the training data, or the built-in ones; random tokens where there are too few."""
     count = cfg.mismatch.num_prompts
     longest = cfg.trainer.max_prompt_length
-    chat_template = configured_chat_template(tokenizer, cfg.generator)
+    chat_template = get_configured_chat_template(tokenizer, cfg.generator)
     if cfg.data.train_data:
         data = PromptDataset(
             cfg.data.train_data, tokenizer, longest, chat_template=chat_template, cache_dir=cfg.data.cache_dir
@@ -240,7 +240,7 @@ def build_engines(cfg: MismatchRunConfig, questions: Questions) -> Iterator[tupl
             has_choice = EngineRegistry.get_requirements(backend).attention_choice
             for attention in cfg.mismatch.attention if has_choice else ["default"]:
                 name = EngineName(backend=backend, dtype=dtype, attention=attention)
-                yield name, engine_factory(_make_settings(cfg, name, questions), device)
+                yield name, build_engine_factory(_make_settings(cfg, name, questions), device)
 
 
 def _make_settings(cfg: MismatchRunConfig, name: EngineName, questions: Questions) -> SkyRLConfig:
@@ -266,7 +266,7 @@ def _list_installed_engines() -> list[str]:
 
 def _make_remote_engine(cfg: MismatchRunConfig, url: str) -> InferenceEngineInterface:
     generator = cfg.generator
-    return remote_engine(generator, url, load_tokenizer(cfg.trainer.policy.model.path), generator.backend)
+    return build_remote_engine(generator, url, load_tokenizer(cfg.trainer.policy.model.path), generator.backend)
 
 
 def _encode_prompts(chat: ChatTemplate, messages: ConversationType) -> list[int]:
@@ -323,7 +323,7 @@ def main(cfg: DictConfig) -> None:
     try:
         typed = validate_settings(cfg)
         configure_logging(RunFolder(typed.trainer.run_dir).log_path("mismatch"))
-        record_waits(Path(typed.trainer.run_dir))
+        start_recording_waits(Path(typed.trainer.run_dir))
         report, tokenizer = measure(typed)
     except SkyRLError as error:
         sys.exit(f"{type(error).__name__}: {error}")

@@ -17,8 +17,8 @@ from skyrl_gym.waits import report_as, waiting
 from skyrl_inspect.mismatch.answers import EngineAnswers, Questions, send_questions
 from skyrl_train.errors import SkyRLError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
-from skyrl_train.utils.explanations import explain_expiry
-from skyrl_train.utils.process_log import capture_output, log_tail
+from skyrl_train.utils.explanations import write_explanation
+from skyrl_train.utils.process_log import capture_output, read_log_tail
 
 MakeEngine = Callable[[], InferenceEngineInterface]
 
@@ -53,13 +53,13 @@ def run_in_process(
             is_late = not ours.poll(timeout_seconds)
         if is_late:
             late = f"no answer within {timeout_seconds:g} seconds"
-            raise WorkerError(f"{late}{explain_expiry(late)}; the end of its log:\n{log_tail(log_path)}")
+            raise WorkerError(f"{late}{write_explanation(late)}; the end of its log:\n{read_log_tail(log_path)}")
         found: EngineAnswers | str = ours.recv()
         process.join(_END_SECONDS)
     except EOFError:
         process.join(_END_SECONDS)
         raise WorkerError(
-            f"the process died (exit code {process.exitcode}); the end of its log:\n{log_tail(log_path)}"
+            f"the process died (exit code {process.exitcode}); the end of its log:\n{read_log_tail(log_path)}"
         ) from None
     finally:
         _stop_group(process.pid)

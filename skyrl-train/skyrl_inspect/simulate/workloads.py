@@ -58,7 +58,7 @@ def read_workload(folder: Path) -> Workload:
     if any("async/staleness_mean" in row for row in rows):
         return _read_asynchronous(run)
     metrics = {row["step"]: row for row in rows if "timing/generate" in row}
-    files = {file.step for file in run.trajectory_files() if file.phase == "train"} if metrics else set()
+    files = {file.step for file in run.list_trajectory_files() if file.phase == "train"} if metrics else set()
     steps = sorted(metrics.keys() & files)
     if not steps:
         raise DataError(f"{folder} has no finished training step with trajectories (trainer.dump_trajectories=true)")

@@ -480,7 +480,8 @@ def _move(
         section = section.setdefault(part, {})
     if key in section and section[key] not in (value, _get_value(defaults(), target, value)):
         raise ConfigError(
-            f"{origin} means {target}={_format_value(value)}, which is {_format_value(section[key])}: leave one of them out"
+            f"{origin} means {target}={_format_value(value)}, which is {_format_value(section[key])}: "
+            "leave one of them out"
         )
     section[key] = value
 

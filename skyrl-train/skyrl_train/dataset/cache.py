@@ -25,7 +25,7 @@ from loguru import logger
 from skyrl_gym.whole_folders import TEMPORARY_SUFFIX
 from skyrl_train.errors import DataError
 from skyrl_train.types import JsonObject
-from skyrl_train.utils.io import expand_path, write_atomically, writing_atomically
+from skyrl_train.utils.io import expand_path, open_atomically, write_atomically
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -83,7 +83,7 @@ class RowCache:
     """
 
     def __init__(self, folder: str | None = None) -> None:
-        self.folder = expand_path(folder) if folder else _default_folder()
+        self.folder = expand_path(folder) if folder else _get_default_folder()
 
     def rows(self, label: str, fingerprint: str | None, build: Callable[[], Iterator[pa.RecordBatch]]) -> ArrowRows:
         """Return the rows with a fingerprint, cached or built now.
@@ -98,7 +98,7 @@ class RowCache:
         """
         if fingerprint is None:
             logger.info("{}: not cached, as the tokenizer's code cannot be read to tell whether it changed", label)
-            return _temporary_rows(label, build)
+            return _build_temporary_rows(label, build)
         path = self.folder / f"{fingerprint}.arrow"
         try:
             found = ArrowRows.open(path)
@@ -114,17 +114,17 @@ class RowCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_abandoned()
-            with writing_atomically(path) as file:
+            with open_atomically(path) as file:
                 _write(file, build())
                 size = file.tell()
         except OSError as error:
             if error.errno in _NO_SPACE:
-                raise _no_space(label, self.folder, error) from error
+                raise _build_no_space_error(label, self.folder, error) from error
             logger.warning(
                 "{}: the cache {} cannot be written ({}), so the next start tokenizes again; set {} to another folder",
                 label, self.folder, error, SETTING,
             )  # fmt: skip
-            return _temporary_rows(label, build)
+            return _build_temporary_rows(label, build)
         seconds = time.monotonic() - started
         logger.info("{}: tokenized in {:.1f} s, kept in {} ({:.1f} MB)", label, seconds, path, size / 1e6)
         return ArrowRows.open(path)
@@ -158,7 +158,7 @@ class RowCache:
                 continue
 
 
-def _default_folder() -> Path:
+def _get_default_folder() -> Path:
     from huggingface_hub.constants import HF_HOME
 
     return Path(environ.get("HF_DATASETS_CACHE") or Path(HF_HOME) / "datasets").expanduser().absolute() / "skyrl_train"
@@ -172,7 +172,7 @@ def _write(file: IO[bytes], batches: Iterator[pa.RecordBatch]) -> None:
             writer.write_batch(batch)
 
 
-def _temporary_rows(label: str, build: Callable[[], Iterator[pa.RecordBatch]]) -> ArrowRows:
+def _build_temporary_rows(label: str, build: Callable[[], Iterator[pa.RecordBatch]]) -> ArrowRows:
     """Return rows in an unnamed file that is deleted when this process exits."""
     try:
         with tempfile.NamedTemporaryFile(suffix=".arrow") as file:
@@ -180,10 +180,10 @@ def _temporary_rows(label: str, build: Callable[[], Iterator[pa.RecordBatch]]) -
             file.flush()
             return ArrowRows.open(Path(file.name))
     except OSError as error:
-        raise _no_space(label, tempfile.gettempdir(), error) from error
+        raise _build_no_space_error(label, tempfile.gettempdir(), error) from error
 
 
-def _no_space(label: str, folder: object, error: OSError) -> DataError:
+def _build_no_space_error(label: str, folder: object, error: OSError) -> DataError:
     return DataError(
         f"{label}: the tokenized rows cannot be written into {folder} ({error}); free space there, or set {SETTING} to "
         "a folder on another disk"
@@ -193,7 +193,7 @@ def _no_space(label: str, folder: object, error: OSError) -> DataError:
 # ---- order
 
 
-def in_threads(convert: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
+def map_in_threads(convert: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
     """Yield `convert` of each item, in order. Buffers only as many items as keep the threads busy."""
     pool = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize")
     pending: deque[Future[R]] = deque()

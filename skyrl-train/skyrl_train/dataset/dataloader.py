@@ -61,37 +61,37 @@ class PromptDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self.batches_consumed == len(self):
-            self._begin_next_epoch()
+            self._start_next_epoch()
         while self.batches_consumed < len(self):
-            yield self._deal()
+            yield self._take_indices()
 
     def next_batch(self) -> Any:
         """Return the next batch; the first of the next epoch after the last of this one."""
         if self.batches_consumed == len(self):
-            self._begin_next_epoch()
-        return self._deal()
+            self._start_next_epoch()
+        return self._take_indices()
 
     def skip_batch(self) -> None:
         """Advance the position like `next_batch`, without reading the batch."""
         if self.batches_consumed == len(self):
-            self._begin_next_epoch()
+            self._start_next_epoch()
         self.batches_consumed += 1
 
     def prompt(self, place: int) -> Any:
         """Return the row at an index in the order of full batches over all epochs. The position is unchanged."""
         epoch, place = divmod(place, len(self) * self.batch_size)
-        return self.dataset.collate_fn([self.dataset[self._order_of(epoch)[place]]])[0]
+        return self.dataset.collate_fn([self.dataset[self._get_order(epoch)[place]]])[0]
 
-    def _begin_next_epoch(self) -> None:
+    def _start_next_epoch(self) -> None:
         self.epoch, self.batches_consumed = self.epoch + 1, 0
 
-    def _deal(self) -> object:
+    def _take_indices(self) -> object:
         start = self.batches_consumed * self.batch_size
         self.batches_consumed += 1
-        indices = self._order_of(self.epoch)[start : start + self.batch_size]
+        indices = self._get_order(self.epoch)[start : start + self.batch_size]
         return self.dataset.collate_fn([self.dataset[i] for i in indices])
 
-    def _order_of(self, epoch: int) -> list[int]:
+    def _get_order(self, epoch: int) -> list[int]:
         """Return the order of an epoch; the last two are cached."""
         if epoch not in self._orders:
             self._orders = dict([*self._orders.items(), (epoch, self.order(epoch))][-2:])

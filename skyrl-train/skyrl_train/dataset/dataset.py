@@ -9,8 +9,8 @@ import pyarrow as pa
 from loguru import logger
 
 from skyrl_gym.chat.template import ChatTemplate, ChatTemplateError
-from skyrl_train.dataset.cache import NUM_THREADS, ArrowRows, RowCache, in_threads
-from skyrl_train.dataset.fingerprint import rows_fingerprint
+from skyrl_train.dataset.cache import NUM_THREADS, ArrowRows, RowCache, map_in_threads
+from skyrl_train.dataset.fingerprint import compute_rows_fingerprint
 from skyrl_train.dataset.sources import LENGTH, Chunk, Row, open_source, rows_of
 from skyrl_train.errors import DataError
 from skyrl_train.types import ConversationType, JsonObject, MessageType, PromptRow
@@ -68,7 +68,7 @@ class PromptDataset:
             raise DataError("there is no dataset to read; set data.train_data (or data.val_data) to a list of files")
         self._cache = RowCache(cache_dir)
         self._fingerprints: list[str | None] = []
-        rows = ArrowRows.concatenated([self._tokenized(source) for source in self.sources])
+        rows = ArrowRows.concatenated([self._tokenize_source(source) for source in self.sources])
         lengths = rows.column(LENGTH)
         kept = np.flatnonzero(lengths <= max_prompt_length)
         logger.info(
@@ -104,7 +104,7 @@ class PromptDataset:
         key = f"{self._fingerprints} {self.max_prompt_length} {self.env_class_key}"
         return self._cache.summary(key if is_known else None, name, compute)
 
-    def distinct_values(self, key: str) -> list[Any]:
+    def find_distinct_values(self, key: str) -> list[Any]:
         """Return the distinct values of a column, None for rows without it."""
 
         def compute() -> JsonObject:
@@ -112,42 +112,42 @@ class PromptDataset:
 
         return self.summary(f"{key} values", compute)["values"]
 
-    def _tokenized(self, name: str) -> ArrowRows:
+    def _tokenize_source(self, name: str) -> ArrowRows:
         source = open_source(name)
         content, num_rows = source.digest()
         settings = {"kind": "prompts", "prompt_key": self.prompt_key}
-        fingerprint = rows_fingerprint(content, self.chat_template, settings, [__name__])
+        fingerprint = compute_rows_fingerprint(content, self.chat_template, settings, [__name__])
         self._fingerprints.append(fingerprint)
 
         def build() -> Iterator[pa.RecordBatch]:
             with progress.phase("measure the prompts", num_rows, "prompts") as phase:
-                for batch in in_threads(partial(self._with_lengths, name), source.chunks(), self.num_workers):
+                for batch in map_in_threads(partial(self._add_lengths, name), source.chunks(), self.num_workers):
                     phase.advance(batch.num_rows)
                     yield batch
 
         return self._cache.rows(name, fingerprint, build)
 
-    def _with_lengths(self, source: str, chunk: Chunk) -> pa.RecordBatch:
+    def _add_lengths(self, source: str, chunk: Chunk) -> pa.RecordBatch:
         """Return the stored rows with the lengths of their prompts."""
         lengths: list[int] = []
         rows = [(f"{source}: row {number}", row) for number, row in enumerate(chunk.rows, chunk.first_row)]
         for start in range(0, len(rows), _TEXTS_AT_ONCE):
-            texts = [self._text(row, where) for where, row in rows[start : start + _TEXTS_AT_ONCE]]
+            texts = [self._render_text(row, where) for where, row in rows[start : start + _TEXTS_AT_ONCE]]
             ids: Any = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
             lengths += [len(prompt_ids) for prompt_ids in ids]
         return chunk.stored.append_column(LENGTH, pa.array(lengths, pa.int32()))
 
-    def _text(self, row: Row, where: str) -> str:
-        prompt = self._prompt(row, where)
+    def _render_text(self, row: Row, where: str) -> str:
+        prompt = self._parse_prompt(row, where)
         try:
             return self.chat_template.text(prompt, add_generation_prompt=True)
         except ChatTemplateError as error:
             raise DataError(f"{where}: {self.prompt_key}: {error}") from error
 
-    def _prompt(self, row: Row, where: str) -> ConversationType:
+    def _parse_prompt(self, row: Row, where: str) -> ConversationType:
         if self.prompt_key not in row:
             raise DataError(f"{where} has no column {self.prompt_key!r}; it has {', '.join(row) or 'none'}")
-        return checked_messages(row[self.prompt_key], f"{where}: {self.prompt_key}")
+        return check_messages(row[self.prompt_key], f"{where}: {self.prompt_key}")
 
 
 class PromptRows(Sequence[Row]):
@@ -161,11 +161,11 @@ class PromptRows(Sequence[Row]):
 
     def __getitem__(self, index: int) -> Row:  # pyright: ignore[reportIncompatibleMethodOverride]  no slices
         (row,) = rows_of(self._rows.row(int(self._kept[index])))
-        row[self._prompt_key] = checked_messages(row[self._prompt_key], self._prompt_key)
+        row[self._prompt_key] = check_messages(row[self._prompt_key], self._prompt_key)
         return row
 
 
-def checked_messages(prompt: Any, where: str) -> ConversationType:
+def check_messages(prompt: Any, where: str) -> ConversationType:
     """Return `prompt` as chat messages. Raises DataError with `where` if it is invalid."""
     if isinstance(prompt, str):
         raise DataError(
@@ -175,14 +175,14 @@ def checked_messages(prompt: Any, where: str) -> ConversationType:
     is_conversation = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
     if not prompt or not is_conversation or not all("role" in m and _has_content(m) for m in prompt):
         raise DataError(f"{where} must be a list of chat messages, each with role and content; got {str(prompt)[:120]}")
-    return [_without_empty_fields(message) for message in prompt]
+    return [_remove_empty_fields(message) for message in prompt]
 
 
 def _has_content(message: MessageType) -> bool:
     return "content" in message or bool(message.get("tool_calls"))
 
 
-def _without_empty_fields(message: MessageType) -> MessageType:
+def _remove_empty_fields(message: MessageType) -> MessageType:
     """Remove null fields, as chat templates check for existence. A call's content may be null or missing; templates
     expect the key."""
     present = {key: value for key, value in message.items() if value is not None}

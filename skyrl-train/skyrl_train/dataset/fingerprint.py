@@ -21,7 +21,7 @@ _CODE = (
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 
 
-def rows_fingerprint(
+def compute_rows_fingerprint(
     content: str, chat: ChatTemplate, settings: Mapping[str, object], code: Sequence[str]
 ) -> str | None:
     """Compute a hash of everything that determines tokenized rows.
@@ -45,7 +45,7 @@ def rows_fingerprint(
     parts = {
         "content": content,
         "settings": settings,
-        "tokenizer": [type(tokenizer).__qualname__, _rules(tokenizer)],
+        "tokenizer": [type(tokenizer).__qualname__, _get_rules(tokenizer)],
         "template": text,
         "variables": chat.kwargs,
         "day": str(date.today()) if "strftime_now" in text else None,  # such a template writes the current date
@@ -60,7 +60,7 @@ def _is_own(cls: type) -> bool:
     return cls.__module__.partition(".")[0] not in ("builtins", "transformers")
 
 
-def _rules(tokenizer: Any) -> object:
+def _get_rules(tokenizer: Any) -> object:
     """Return the rules by which a tokenizer processes text."""
     own = [tokenizer.special_tokens_map, getattr(tokenizer, "split_special_tokens", None)]
     backend = getattr(tokenizer, "backend_tokenizer", None)

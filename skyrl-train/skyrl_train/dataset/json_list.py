@@ -13,7 +13,7 @@ _LONGEST_WORD = 16
 _SPACE = " \t\r\n"
 
 
-def items_of_list(file: TextIO) -> Iterator[object]:
+def iter_list_items(file: TextIO) -> Iterator[object]:
     """Yield the items of a file that holds one JSON list. At most one item and a chunk are in memory.
 
     Raises:

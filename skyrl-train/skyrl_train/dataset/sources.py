@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from skyrl_gym.arrow_nulls import remove_null_fields
-from skyrl_train.dataset.json_list import items_of_list
+from skyrl_train.dataset.json_list import iter_list_items
 from skyrl_train.errors import DataError
 
 Row = dict[str, Any]
@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
     first_row: int
     rows: list[Row]
     stored: pa.RecordBatch
-    """The same rows for an Arrow file, from which `parse_rows` restores them."""
+    """The same rows for an Arrow file, from which `rows_of` restores them."""
 
 
 class Source(Protocol):
@@ -63,7 +63,7 @@ def rows_of(batch: pa.RecordBatch) -> list[Row]:
     """Return the rows of a stored batch, without internal columns."""
     if _JSON in batch.schema.names:
         return [json.loads(text) for text in batch.column(_JSON).to_pylist()]
-    return _without_null_fields(batch.select([name for name in batch.schema.names if name not in OWN_COLUMNS]))
+    return _remove_null_fields(batch.select([name for name in batch.schema.names if name not in OWN_COLUMNS]))
 
 
 class FileSource:
@@ -74,7 +74,7 @@ class FileSource:
         self._path = Path(name).expanduser()
         if not self._path.is_file():
             raise DataError(f"{name}: there is no such file (looked for {self._path.absolute()})")
-        self._state = self._stat()
+        self._state = self._get_stat()
 
     def digest(self) -> tuple[str, int | None]:
         sha256, num_lines = hashlib.sha256(self._path.suffix.encode()), 0
@@ -90,15 +90,15 @@ class FileSource:
     def chunks(self) -> Iterator[Chunk]:
         read = _read_parquet if self._path.suffix == ".parquet" else _read_json
         try:
-            yield from _numbered(self._name, read(self._name, self._path))
+            yield from _number_rows(self._name, read(self._name, self._path))
         except (OSError, pa.ArrowException, ValueError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{self._name}: cannot be read: {error}") from error
-        if self._stat() != self._state:  # the digest may belong to other rows
+        if self._get_stat() != self._state:  # the digest may belong to other rows
             raise DataError(f"{self._name}: the file was changed while it was read; start again when it is complete")
 
-    def _stat(self) -> tuple[int, int, int]:
+    def _get_stat(self) -> tuple[int, int, int]:
         found = self._path.stat()
         return found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -125,30 +125,30 @@ class HubSource:
 
     def digest(self) -> tuple[str, int | None]:
         sha256 = hashlib.sha256(repr(self._rows.features).encode())
-        for part in self._parts():
+        for part in self._load_parts():
             for batch in part.with_format("arrow")[:].to_batches():
                 sha256.update(batch.serialize())
         return sha256.hexdigest(), len(self._rows)
 
     def chunks(self) -> Iterator[Chunk]:
-        return _numbered(self._name, self._batches())
+        return _number_rows(self._name, self._iter_batches())
 
-    def _batches(self) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
+    def _iter_batches(self) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
         has_json = "Json(" in repr(self._rows.features)  # columns of mixed types, as texts
-        for part in self._parts():
+        for part in self._load_parts():
             if has_json:
                 rows = (remove_null_fields(row, self._rows.features) for row in part.to_list())
-                yield from _json_pieces((row, json.dumps(row)) for row in rows)
+                yield from _iter_json_chunks((row, json.dumps(row)) for row in rows)
             else:
                 for batch in part.with_format("arrow")[:].to_batches():
-                    yield from _pieces(self._name, batch)
+                    yield from _split_batch(self._name, batch)
 
-    def _parts(self) -> Iterator[Any]:
+    def _load_parts(self) -> Iterator[Any]:
         for start in range(0, len(self._rows), _CHUNK_ROWS):
             yield self._rows.select(range(start, min(len(self._rows), start + _CHUNK_ROWS)))
 
 
-def _numbered(name: str, batches: Iterator[tuple[list[Row], pa.RecordBatch]]) -> Iterator[Chunk]:
+def _number_rows(name: str, batches: Iterator[tuple[list[Row], pa.RecordBatch]]) -> Iterator[Chunk]:
     first = 0
     for rows, stored in batches:
         yield Chunk(first, rows, stored)
@@ -160,10 +160,10 @@ def _numbered(name: str, batches: Iterator[tuple[list[Row], pa.RecordBatch]]) ->
 def _read_parquet(name: str, path: Path) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
     with pyarrow.parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(_CHUNK_ROWS):
-            yield from _pieces(name, batch)
+            yield from _split_batch(name, batch)
 
 
-def _pieces(name: str, batch: pa.RecordBatch) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
+def _split_batch(name: str, batch: pa.RecordBatch) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
     """Split a batch of large rows. An Arrow file has one dictionary per column: dictionaries are decoded, because
     batches have different ones."""
     if reserved := sorted({*batch.schema.names} & {*OWN_COLUMNS}):
@@ -173,10 +173,10 @@ def _pieces(name: str, batch: pa.RecordBatch) -> Iterator[tuple[list[Row], pa.Re
     num_rows = max(1, int(batch.num_rows * _CHUNK_BYTES / max(_CHUNK_BYTES, batch.nbytes)))
     for start in range(0, batch.num_rows, num_rows):
         piece = batch.slice(start, num_rows)
-        yield _without_null_fields(piece), piece
+        yield _remove_null_fields(piece), piece
 
 
-def _without_null_fields(batch: pa.RecordBatch) -> list[Row]:
+def _remove_null_fields(batch: pa.RecordBatch) -> list[Row]:
     return [cast("Row", remove_null_fields(row)) for row in batch.to_pylist()]
 
 
@@ -187,33 +187,33 @@ def _read_json(name: str, path: Path) -> Iterator[tuple[list[Row], pa.RecordBatc
             pass
         file.seek(0)
         if first == "[":
-            yield from _json_pieces((row, json.dumps(row)) for row in items_of_list(file))
+            yield from _iter_json_chunks((row, json.dumps(row)) for row in iter_list_items(file))
         else:
             lines = ((line, number) for number, line in enumerate(file, start=1) if line.strip())
-            yield from _json_pieces((_parse_line(line, number), line) for line, number in lines)
+            yield from _iter_json_chunks((_parse_line(line, number), line) for line, number in lines)
 
 
-def _json_pieces(rows: Iterable[tuple[object, str]]) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
+def _iter_json_chunks(rows: Iterable[tuple[object, str]]) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
     """Yield rows with their JSON texts in chunks."""
     piece: list[Row] = []
     texts: list[str] = []
     size = 0
     for number, (row, text) in enumerate(rows):
-        piece.append(_object(row, number))
+        piece.append(_check_object(row, number))
         texts.append(text)
         size += len(text)
         if len(piece) == _CHUNK_ROWS or size >= _CHUNK_BYTES:
-            yield piece, _json_batch(texts)
+            yield piece, _build_json_batch(texts)
             piece, texts, size = [], [], 0
     if piece:
-        yield piece, _json_batch(texts)
+        yield piece, _build_json_batch(texts)
 
 
-def _json_batch(texts: list[str]) -> pa.RecordBatch:
+def _build_json_batch(texts: list[str]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array(texts, pa.large_string())], [_JSON])
 
 
-def _object(row: object, number: int) -> Row:
+def _check_object(row: object, number: int) -> Row:
     if not isinstance(row, dict):
         raise ValueError(f"row {number} is a {type(row).__name__}, not an object")
     return row

@@ -14,9 +14,9 @@ from loguru import logger
 from skyrl_gym.chat.template import ChatTemplate
 from skyrl_gym.valid_unicode import replace_lone_surrogates
 from skyrl_train.config.supervised import SupervisedDataConfig
-from skyrl_train.dataset.cache import NUM_THREADS, ArrowRows, RowCache, in_threads
-from skyrl_train.dataset.dataset import checked_messages
-from skyrl_train.dataset.fingerprint import rows_fingerprint
+from skyrl_train.dataset.cache import NUM_THREADS, ArrowRows, RowCache, map_in_threads
+from skyrl_train.dataset.dataset import check_messages
+from skyrl_train.dataset.fingerprint import compute_rows_fingerprint
 from skyrl_train.dataset.sources import Chunk, Row, open_source
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.generators.tokenization import ChatFormat, ChatTemplateError
@@ -82,8 +82,8 @@ class SupervisedDataset(Sequence[Item]):
         self._with_pairs = with_pairs
         self._cache = RowCache(config.cache_dir)
         self._fingerprints: list[str | None] = []
-        self._rows = ArrowRows.concatenated([self._tokenized(source) for source in self.sources])
-        self._places, dropped = self._select()
+        self._rows = ArrowRows.concatenated([self._tokenize_source(source) for source in self.sources])
+        self._places, dropped = self._filter_items()
         described = ", ".join(f"{count} dropped: {why}" for why, count in dropped.items() if count) or "none dropped"
         logger.info("{}: {} examples, {}", ", ".join(sources), len(self), described)
         if not len(self):
@@ -94,9 +94,9 @@ class SupervisedDataset(Sequence[Item]):
 
     def __getitem__(self, index: int) -> Item:  # pyright: ignore[reportIncompatibleMethodOverride]  no slices
         first = int(self._places[index])
-        return tuple(self._example(self._rows.row(first + i)) for i in range(1 + self._with_pairs))
+        return tuple(self._build_example(self._rows.row(first + i)) for i in range(1 + self._with_pairs))
 
-    def _example(self, row: pa.RecordBatch) -> Example:
+    def _build_example(self, row: pa.RecordBatch) -> Example:
         ids, mask = (row.column(name).flatten().to_numpy()[: self._config.max_length] for name in ("ids", "mask"))
         return Example(ids.tolist(), mask.tolist())
 
@@ -110,7 +110,7 @@ class SupervisedDataset(Sequence[Item]):
         key = f"{self._fingerprints} {self._config.max_length} {self._config.too_long}"
         return self._cache.summary(key if is_known else None, name, compute)
 
-    def _select(self) -> tuple[np.ndarray, dict[str, int]]:
+    def _filter_items(self) -> tuple[np.ndarray, dict[str, int]]:
         """Return the index of the first example of each kept item, and the number of dropped items by reason."""
         size, limit = 1 + self._with_pairs, self._config.max_length
         lengths, first_learnt = (self._rows.column(name).reshape(-1, size) for name in ("length", "first_learnt"))
@@ -124,20 +124,20 @@ class SupervisedDataset(Sequence[Item]):
         places = np.flatnonzero(~np.any([*reasons.values()], axis=0)) * size
         return places, {why: int(flags.sum()) for why, flags in reasons.items()}
 
-    def _tokenized(self, name: str) -> ArrowRows:
+    def _tokenize_source(self, name: str) -> ArrowRows:
         source = open_source(name)
         content, num_rows = source.digest()
         read = ("format", "train_on")  # length limits are applied to cached rows
         settings = {"pairs": self._with_pairs, **{name: getattr(self._config, name) for name in read}}
         chat = ChatTemplate(self._encoder.tokenizer)
         settings["ends"] = sorted(chat.turn_ends.ids)  # of files besides the tokenizer's, too
-        code = [ChatFormat.__module__, checked_messages.__module__, __name__]
-        fingerprint = rows_fingerprint(content, chat, settings, code)
+        code = [ChatFormat.__module__, check_messages.__module__, __name__]
+        fingerprint = compute_rows_fingerprint(content, chat, settings, code)
         self._fingerprints.append(fingerprint)
 
         def build() -> Iterator[pa.RecordBatch]:
             with progress.phase("tokenize the examples", num_rows, "rows") as phase:
-                for num_read, batch in in_threads(partial(self._encode, name), source.chunks(), NUM_THREADS):
+                for num_read, batch in map_in_threads(partial(self._encode, name), source.chunks(), NUM_THREADS):
                     phase.advance(num_read)
                     yield batch
 
@@ -150,9 +150,9 @@ class SupervisedDataset(Sequence[Item]):
         for number, row in enumerate(chunk.rows, chunk.first_row):
             where = f"{source}: row {number}"
             try:
-                for item in self._examples(row, where):
+                for item in self._encode_row(row, where):
                     examples += item
-                    differences += [_first_difference(*item) if self._with_pairs else 0] * len(item)
+                    differences += [_find_first_difference(*item) if self._with_pairs else 0] * len(item)
             except ChatTemplateError as error:
                 raise DataError(f"{where}: {error}") from error
         columns = {
@@ -164,21 +164,23 @@ class SupervisedDataset(Sequence[Item]):
         }
         return len(chunk.rows), pa.RecordBatch.from_pydict(columns)
 
-    def _examples(self, row: Row, where: str) -> list[Item]:
+    def _encode_row(self, row: Row, where: str) -> list[Item]:
         kind = self._format_of(row, where)
         if kind == "preference":
-            prompt = _as_messages(given, "user", f"{where}: prompt") if (given := row.get("prompt")) else []
-            tools = _checked_tools(row.get("tools"), where)
+            prompt = _to_messages(given, "user", f"{where}: prompt") if (given := row.get("prompt")) else []
+            tools = _parse_tools(row.get("tools"), where)
             chosen, rejected = (
-                self._encoder.conversation(_after_prompt(prompt, row[name], f"{where}: {name}"), tools, last_only=True)
+                self._encoder.conversation(
+                    _merge_with_prompt(prompt, row[name], f"{where}: {name}"), tools, last_only=True
+                )
                 for name in COLUMNS["preference"]
             )
             return [(chosen[-1], rejected[-1])]
         if kind == "alpaca":
             question = "\n\n".join(str(row[name]) for name in ("instruction", "input") if row.get(name))
-            return [(example,) for example in self._encoder.question_and_answer(question, str(row["output"]))]
-        messages = checked_messages(row["messages"], f"{where}: messages")
-        return [(example,) for example in self._encoder.conversation(messages, _checked_tools(row.get("tools"), where))]
+            return [(example,) for example in self._encoder.encode_prompt_and_response(question, str(row["output"]))]
+        messages = check_messages(row["messages"], f"{where}: messages")
+        return [(example,) for example in self._encoder.conversation(messages, _parse_tools(row.get("tools"), where))]
 
     def _format_of(self, row: Row, where: str) -> str:
         wanted = COLUMNS if self._config.format == "auto" else {self._config.format: COLUMNS[self._config.format]}
@@ -219,14 +221,14 @@ class Encoder:
     def _chat(self) -> ChatFormat:
         return ChatFormat(self.tokenizer)
 
-    def question_and_answer(self, question: str, answer: str) -> list[Example]:
+    def encode_prompt_and_response(self, question: str, answer: str) -> list[Example]:
         """Encode a prompt and a response: as a conversation, or concatenated for a model without chat template."""
         if self.tokenizer.chat_template:
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             return self.conversation(messages, None)
         start = len(question) + 2
         text = replace_lone_surrogates(f"{question}\n\n{answer}{self.tokenizer.eos_token}")
-        return [self._example(text, [(0 if self._train_on == "all" else start, len(text))])]
+        return [self._build_example(text, [(0 if self._train_on == "all" else start, len(text))])]
 
     def conversation(
         self, messages: ConversationType, tools: list[JsonObject] | None, *, last_only: bool = False
@@ -239,46 +241,48 @@ class Encoder:
         if self._train_on == "all":
             text = chat.text(messages)
             if messages[-1]["role"] == "assistant" and self._leaves_ends_out:
-                text += self._missing_end(chat, messages, len(messages) - 1, text)
-            return [self._example(text, [(0, len(text))])]
+                text += self._get_missing_end(chat, messages, len(messages) - 1, text)
+            return [self._build_example(text, [(0, len(text))])]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if last_only or self._train_on == "last_assistant":
             answers = answers[-1:]
         if not answers:
-            return [self._example(chat.text(messages), [])]
+            return [self._build_example(chat.text(messages), [])]
         stretches: list[tuple[str, list[tuple[int, int]]]] = []
         for i in reversed(answers):
-            text, start = self._answer(chat, messages, i)
+            text, start = self._render_response(chat, messages, i)
             if stretches and stretches[-1][0].startswith(text):
                 stretches[-1][1].append((start, len(text)))
             else:
                 stretches.append((text, [(start, len(text))]))
-        return [self._example(text, spans[::-1]) for text, spans in reversed(stretches)]
+        return [self._build_example(text, spans[::-1]) for text, spans in reversed(stretches)]
 
-    def _answer(self, chat: ChatTemplate, messages: ConversationType, i: int) -> tuple[str, int]:
+    def _render_response(self, chat: ChatTemplate, messages: ConversationType, i: int) -> tuple[str, int]:
         """Return the text up to the end of response i, as the model sees it at inference, and the start position of its
         part."""
         header = self._chat.generation_prompt
         before = chat.text(messages[:i], add_generation_prompt=True) if i else ""
         up_to = chat.text(messages[: i + 1])
-        missing = self._missing_end(chat, messages, i, up_to) if self._leaves_ends_out else ""
+        missing = self._get_missing_end(chat, messages, i, up_to) if self._leaves_ends_out else ""
         if before and up_to.startswith(before):
             start = len(before)
         else:
-            start = self._answer_start(chat, messages, i, up_to, header)
+            start = self._find_response_start(chat, messages, i, up_to, header)
             if header and before.endswith(header) and up_to[:start].endswith(header):
                 # The template renders earlier turns differently after this response: the model sees them as before it.
                 up_to, start = before + up_to[start:], len(before)
         end = self._chat.turn_ends.find_last(up_to, start)
         return up_to[:end] if end is not None else up_to + missing, start
 
-    def _answer_start(self, chat: ChatTemplate, messages: ConversationType, i: int, up_to: str, header: str) -> int:
+    def _find_response_start(
+        self, chat: ChatTemplate, messages: ConversationType, i: int, up_to: str, header: str
+    ) -> int:
         """Return the position in `up_to` after the header of response i.
 
         Two markers are rendered instead of the response: their texts agree up to its start. The template may start a
         response with an empty thought after the header; then the last header after the previous message is used.
         """
-        shared = _common_prefix(
+        shared = _get_common_prefix(
             *(chat.text([*messages[:i], {"role": "assistant", "content": mark}]) for mark in _MARKS)
         )
         said = str(messages[i - 1].get("content") or "").strip() if i else ""
@@ -287,9 +291,9 @@ class Encoder:
         is_of_answer = not i or (bool(said) and said in shared[:start] and said not in shared[start:])
         if place < 0 or not is_of_answer:  # (a space before the response is part of its first token)
             start = len(shared.rstrip(" "))
-        return len(_common_prefix(shared[:start], up_to))
+        return len(_get_common_prefix(shared[:start], up_to))
 
-    def _missing_end(self, chat: ChatTemplate, messages: ConversationType, i: int, up_to: str) -> str:
+    def _get_missing_end(self, chat: ChatTemplate, messages: ConversationType, i: int, up_to: str) -> str:
         """Return the end of a turn if the template leaves it to the next header: without one, a model would never learn
         to end a response. The header's token if the model's files declare it as an end token (GLM), or the
         end-of-sequence token."""
@@ -302,7 +306,7 @@ class Encoder:
         header = self._chat.turn_ends.find_declared(text[len(up_to) :] if text.startswith(up_to) else "")
         return header or str(self.tokenizer.eos_token)
 
-    def _example(self, text: str, spans: Sequence[tuple[int, int]]) -> Example:
+    def _build_example(self, text: str, spans: Sequence[tuple[int, int]]) -> Example:
         """Build an example from a text; the mask is 1 on tokens within a span of characters."""
         encoded = self.tokenizer(
             text, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True
@@ -315,7 +319,7 @@ class Encoder:
         return Example(encoded["input_ids"], mask.astype(int).tolist())  # type: ignore[arg-type]
 
 
-def _checked_tools(tools: object, where: str) -> list[JsonObject] | None:
+def _parse_tools(tools: object, where: str) -> list[JsonObject] | None:
     """Return a row's tool schemas, which may be JSON text. Raises DataError."""
     if isinstance(tools, str) and tools.strip():
         try:
@@ -329,11 +333,11 @@ def _checked_tools(tools: object, where: str) -> list[JsonObject] | None:
     return tools
 
 
-def _common_prefix(a: str, b: str) -> str:
+def _get_common_prefix(a: str, b: str) -> str:
     return a[: next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
 
 
-def _first_difference(chosen: Example, rejected: Example) -> int:
+def _find_first_difference(chosen: Example, rejected: Example) -> int:
     """Return the first position at which the ids differ, or `NEVER`."""
     if chosen.ids == rejected.ids:
         return NEVER
@@ -341,16 +345,16 @@ def _first_difference(chosen: Example, rejected: Example) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen.ids), len(rejected.ids)))
 
 
-def _after_prompt(prompt: ConversationType, value: object, where: str) -> ConversationType:
+def _merge_with_prompt(prompt: ConversationType, value: object, where: str) -> ConversationType:
     """Return a conversation that starts with `prompt`. Some datasets give whole conversations in addition to their
     prompt.
     """
-    messages = _as_messages(value, "assistant", where)
+    messages = _to_messages(value, "assistant", where)
     has_system, size = messages[0]["role"] == "system", len(prompt)
-    if _same(messages[:size], prompt) or (has_system and _same(messages[1 : 1 + size], prompt)):
+    if _is_same(messages[:size], prompt) or (has_system and _is_same(messages[1 : 1 + size], prompt)):
         return messages
     user_part = [message for message in prompt if message["role"] != "system"]
-    if user_part and _same(messages[: len(user_part)], user_part):
+    if user_part and _is_same(messages[: len(user_part)], user_part):
         return [*prompt, *messages[len(user_part) :]]
     if prompt and messages[0]["role"] not in ("assistant", "tool"):
         raise DataError(
@@ -360,7 +364,7 @@ def _after_prompt(prompt: ConversationType, value: object, where: str) -> Conver
     return [*prompt, *messages]
 
 
-def _same(messages: ConversationType, others: ConversationType) -> bool:
+def _is_same(messages: ConversationType, others: ConversationType) -> bool:
     """Compare messages, ignoring white space around their texts."""
 
     def stripped(message: MessageType) -> MessageType:
@@ -370,6 +374,6 @@ def _same(messages: ConversationType, others: ConversationType) -> bool:
     return list(map(stripped, messages)) == list(map(stripped, others))
 
 
-def _as_messages(value: object, role: str, where: str) -> ConversationType:
+def _to_messages(value: object, role: str, where: str) -> ConversationType:
     """Convert a text to one message of `role`; messages are unchanged."""
-    return [{"role": role, "content": value}] if isinstance(value, str) else checked_messages(value, where)
+    return [{"role": role, "content": value}] if isinstance(value, str) else check_messages(value, where)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from skyrl_agent.integrations.skyrl_train.skyrl_train_backend import SkyRLAgentGenerator
 
 
-def agent_generator(
+def build_agent_generator(
     cfg: GeneratorConfig, tokenizer: Any, client: InferenceEngineInterface | None
 ) -> GeneratorInterface:
     """Build the generator of agent trajectories.
@@ -24,17 +24,17 @@ def agent_generator(
     Raises:
         ConfigError: skyrl-agent is not installed, or the task file or the harness is invalid.
     """
-    return _generator_class(cfg)(cfg, client, tokenizer)
+    return _get_generator_class(cfg)(cfg, client, tokenizer)
 
 
 def check_agent(cfg: GeneratorConfig, tokenizer: Any, data: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Check the agent, and that it can read the rows of the data (setting -> rows). Raises ConfigError."""
-    generator = _generator_class(cfg)(cfg, None, tokenizer)
+    generator = _get_generator_class(cfg)(cfg, None, tokenizer)
     for setting, rows in data.items():
         generator.check_rows(rows, setting)
 
 
-def _generator_class(cfg: GeneratorConfig) -> "type[SkyRLAgentGenerator | HarnessGenerator]":
+def _get_generator_class(cfg: GeneratorConfig) -> "type[SkyRLAgentGenerator | HarnessGenerator]":
     if cfg.harness.is_on:
         return HarnessGenerator
     try:

@@ -14,7 +14,7 @@ from skyrl_train.env_vars import endpoint_api_key
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 
 
-def endpoint_of(
+def build_endpoint(
     cfg: SkyRLConfig,
     client: InferenceEngineInterface,
     tokenizer: PreTrainedTokenizerBase,

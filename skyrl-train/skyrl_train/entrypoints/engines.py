@@ -37,7 +37,7 @@ def start_engines(
             verified).
     """
     if not cfg.generator.run_engines_locally:
-        return InferenceEngineClient(remote_engines(cfg, tokenizer), tokenizer, cfg)
+        return InferenceEngineClient(build_remote_engines(cfg, tokenizer), tokenizer, cfg)
     starter = EngineStarter(cfg, colocate_pg, weights_follow=weights_follow)
     engines = [starter.start(index) for index in range(cfg.generator.num_inference_engines)]
 
@@ -72,14 +72,16 @@ class EngineStarter:
 
     def __init__(self, cfg: SkyRLConfig, colocate_pg: "PlacementGroup | None", *, weights_follow: bool):
         self._launcher = make_launcher(cfg, colocate_pg)
-        self._factory = engine_factory(cfg, cfg.trainer.placement.resolve_device(), weights_follow=weights_follow)
+        self._factory = build_engine_factory(cfg, cfg.trainer.placement.resolve_device(), weights_follow=weights_follow)
 
     def start(self, index: int) -> EngineHandle:
         """Start engine `index`. Returns at once; calls wait until it is ready."""
         return self._launcher.start_engine(index, self._factory)
 
 
-def engine_factory(cfg: SkyRLConfig, device: str, *, weights_follow: bool = False) -> partial[InferenceEngineInterface]:
+def build_engine_factory(
+    cfg: SkyRLConfig, device: str, *, weights_follow: bool = False
+) -> partial[InferenceEngineInterface]:
     """Return a function that builds an engine in any process."""
     generator = cfg.generator
     adapters_alone = generator.weight_sync_strategy == "adapter"
@@ -101,7 +103,7 @@ def engine_factory(cfg: SkyRLConfig, device: str, *, weights_follow: bool = Fals
     return partial(EngineRegistry.get(generator.backend), **(settings | generator.engine_init_kwargs))
 
 
-def remote_engine(
+def build_remote_engine(
     generator: GeneratorConfig, url: str, tokenizer: PreTrainedTokenizerBase, backend: str | None = None
 ) -> RemoteInferenceEngine:
     """Connect to an external server and check it.
@@ -120,13 +122,13 @@ def remote_engine(
         tokenizer=tokenizer,
         request_timeout_seconds=generator.request_timeout_seconds,
         control_timeout_seconds=generator.engine_control_timeout_seconds,
-        api_key=remote_api_key(generator),
+        api_key=read_remote_api_key(generator),
     )
     check_server(engine, tokenizer)
     return engine
 
 
-def remote_api_key(generator: GeneratorConfig) -> SecretStr | None:
+def read_remote_api_key(generator: GeneratorConfig) -> SecretStr | None:
     """Return the key of external servers, from the configured file or the environment."""
     file = generator.remote_inference_engine_api_key_file
     setting = "generator.remote_inference_engine_api_key_file"
@@ -134,12 +136,12 @@ def remote_api_key(generator: GeneratorConfig) -> SecretStr | None:
     return None if key is None else SecretStr(key)
 
 
-def remote_engines(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> list[InferenceEngineInterface]:
+def build_remote_engines(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> list[InferenceEngineInterface]:
     """Connect to the servers of `generator.remote_inference_engine_urls`. Raises ConfigError if one does not match."""
     engines: list[InferenceEngineInterface] = []
     for url in cfg.generator.remote_inference_engine_urls:
         try:
-            engines.append(remote_engine(cfg.generator, url, tokenizer, cfg.generator.backend))
+            engines.append(build_remote_engine(cfg.generator, url, tokenizer, cfg.generator.backend))
         except WorkerError as error:
             raise ConfigError(
                 f"generator.remote_inference_engine_urls: {error}\nStart the server (docs/engines.md tells how), or "

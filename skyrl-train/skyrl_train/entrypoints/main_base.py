@@ -25,8 +25,8 @@ from skyrl_train.config.config import EnvironmentConfig
 from skyrl_train.config.validation import validate_cfg, validate_environments
 from skyrl_train.dataset.dataset import PromptDataset
 from skyrl_train.endpoint.server import check_address
-from skyrl_train.entrypoints.agent import agent_generator, check_agent
-from skyrl_train.entrypoints.endpoint import endpoint_of, listening
+from skyrl_train.entrypoints.agent import build_agent_generator, check_agent
+from skyrl_train.entrypoints.endpoint import build_endpoint, listening
 from skyrl_train.entrypoints.engines import (
     check_engines,
     create_ray_wrapped_inference_engines_from_config,
@@ -43,13 +43,13 @@ from skyrl_train.orchestration.placement import make_shared_placement_group
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.training_run import check_before_start, says_finished
 from skyrl_train.utils import initialize_ray, shutdown_ray
-from skyrl_train.utils.chat_templates import configured_chat_template
-from skyrl_train.utils.explanations import record_waits
+from skyrl_train.utils.chat_templates import get_configured_chat_template
+from skyrl_train.utils.explanations import start_recording_waits
 from skyrl_train.utils.io import is_full_disk
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.progress import progress
 from skyrl_train.utils.run_folder import RunFolder, link_logs
-from skyrl_train.utils.run_owner import owning_run
+from skyrl_train.utils.run_owner import acquire_run
 from skyrl_train.utils.tracebacks import described, log_traceback
 from skyrl_train.utils.tracking import Tracking
 
@@ -142,7 +142,7 @@ class BasePPOExp:
             sources,
             self.tokenizer,
             self.cfg.trainer.max_prompt_length,
-            chat_template=configured_chat_template(self.tokenizer, self.cfg.generator),
+            chat_template=get_configured_chat_template(self.tokenizer, self.cfg.generator),
             cache_dir=self.cfg.data.cache_dir,
         )
 
@@ -160,7 +160,7 @@ class BasePPOExp:
         inference_engine_client: InferenceEngineInterface,
     ) -> GeneratorInterface:
         if not cfg.generator.uses_environments:
-            return agent_generator(cfg.generator, tokenizer, inference_engine_client)
+            return build_agent_generator(cfg.generator, tokenizer, inference_engine_client)
         return SkyRLGymGenerator(
             generator_cfg=cfg.generator,
             skyrl_gym_cfg=cfg.environment.skyrl_gym,
@@ -208,7 +208,7 @@ class BasePPOExp:
         (`generator.enable_http_endpoint`)."""
         if not self.cfg.generator.enable_http_endpoint:
             return nullcontext()
-        return listening(endpoint_of(self.cfg, client, self.tokenizer))
+        return listening(build_endpoint(self.cfg, client, self.tokenizer))
 
     def is_finished(self) -> bool:
         """Return whether a checkpoint of the last step exists, and log it. False for a run without training data."""
@@ -216,7 +216,7 @@ class BasePPOExp:
 
     def run(self) -> None:
         """Train to the end."""
-        with owning_run(self.cfg.trainer.run_dir, self.cfg.trainer.ckpt_path):
+        with acquire_run(self.cfg.trainer.run_dir, self.cfg.trainer.ckpt_path):
             asyncio.run(self._run())
 
     async def _run(self) -> None:
@@ -253,7 +253,7 @@ def warn_of_unused_environment(cfg: SkyRLConfig, dataset: PromptDataset | None) 
     chosen = cfg.environment.env_class
     if dataset is None or not cfg.generator.uses_environments or chosen in (None, EnvironmentConfig().env_class):
         return
-    others = sorted({str(name) for name in dataset.distinct_values(dataset.env_class_key) if name} - {chosen})
+    others = sorted({str(name) for name in dataset.find_distinct_values(dataset.env_class_key) if name} - {chosen})
     if others:
         logger.warning(
             f"environment.env_class={chosen} is not used for rows whose env_class is {', '.join(others)}: a row's own "
@@ -273,13 +273,13 @@ class Experiment(Protocol):
 
 
 @contextmanager
-def _own(cfg: SkyRLConfig) -> Iterator[Path]:
+def _acquire_run(cfg: SkyRLConfig) -> Iterator[Path]:
     """Acquire the folder of the run during the context, and log to it. Yields the path of the log."""
     trainer, run_folder = cfg.trainer, RunFolder(cfg.trainer.run_dir)
     path = run_folder.log_path("trainer")
     with ExitStack() as stack:
         try:
-            stack.enter_context(owning_run(trainer.run_dir, trainer.ckpt_path))
+            stack.enter_context(acquire_run(trainer.run_dir, trainer.ckpt_path))
             if trainer.log_folder is not None:
                 link_logs(run_folder, trainer.log_folder)
             configure_logging(path)
@@ -313,8 +313,8 @@ def run_experiment(
     try:
         configure_logging()
         typed = cfg if isinstance(cfg, SkyRLConfig) else validate(cfg)
-        log_path = owned.enter_context(_own(typed))
-        record_waits(log_path.parents[1])
+        log_path = owned.enter_context(_acquire_run(typed))
+        start_recording_waits(log_path.parents[1])
         with progress.showing(typed.trainer.show_progress):
             prepared = experiment(typed)  # errors in settings or data are found before Ray starts
             if prepared.is_finished():

@@ -24,7 +24,7 @@ from skyrl_train.distillation_trainer import (
     teacher_folder,
     teacher_of_source,
 )
-from skyrl_train.entrypoints.engines import remote_engines, start_engines
+from skyrl_train.entrypoints.engines import build_remote_engines, start_engines
 from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
 from skyrl_train.entrypoints.model_files import load_tokenizer, model_config
 from skyrl_train.errors import ConfigError
@@ -67,15 +67,15 @@ class DistillationExp(BasePPOExp):
         self.vocab_sizes: list[int] = [student.get_text_config().vocab_size]
         for name, teacher in settings.teachers.items():
             self.vocab_sizes.append(self._check_teacher(f"{NAME}.teachers.{name}", name, teacher))
-        self.num_top = self._num_top()
+        self.num_top = self._compute_num_top()
         if isinstance(self.train_dataset, PromptDataset):
-            for source in self.train_dataset.distinct_values("data_source"):
+            for source in self.train_dataset.find_distinct_values("data_source"):
                 teacher_of_source(settings, source)
 
     def _check_teacher(self, setting: str, name: str, teacher: TeacherConfig) -> int:
         """Check a teacher's model, vocabulary and servers. Returns: the size of its vocabulary."""
         if teacher.urls:
-            self._named(setting, lambda: remote_engines(self._engine_settings(name), self.tokenizer))
+            self._start_named(setting, lambda: build_remote_engines(self._build_engine_settings(name), self.tokenizer))
         try:
             config = model_config(teacher.model, f"{setting}.model")
             tokenizer = load_tokenizer(teacher.model, f"{setting}.model")
@@ -91,7 +91,7 @@ class DistillationExp(BasePPOExp):
         check_same_vocabulary(self.tokenizer, tokenizer, setting, teacher.model)
         return config.get_text_config().vocab_size
 
-    def _num_top(self) -> int:
+    def _compute_num_top(self) -> int:
         """Return the number of candidates compared at each position. Raises ConfigError if it exceeds the vocabulary,
         or if their log-probs may need more memory than allowed."""
         settings, generator = self.cfg.trainer.distillation, self.cfg.generator
@@ -121,15 +121,16 @@ class DistillationExp(BasePPOExp):
         trainer: DistillationTrainer = kind(cfg, *args, **kwargs)
         trainer.vocab_size, trainer.num_top = self.vocab_sizes[0], self.num_top
         trainer.teacher_clients = {
-            name: self._named(
-                f"{NAME}.teachers.{name}", lambda name=name: start_engines(self._engine_settings(name), self.tokenizer)
+            name: self._start_named(
+                f"{NAME}.teachers.{name}",
+                lambda name=name: start_engines(self._build_engine_settings(name), self.tokenizer),
             )
             for name, teacher in cfg.trainer.distillation.teachers.items()
             if teacher.engines or teacher.urls
         }
         return trainer
 
-    def _engine_settings(self, name: str) -> SkyRLConfig:
+    def _build_engine_settings(self, name: str) -> SkyRLConfig:
         """Return the settings of a teacher's engines: the run's settings with its model and without weight sync."""
         cfg, teacher = deepcopy(self.cfg), self.cfg.trainer.distillation.teachers[name]
         generator, trainer, defaults = cfg.generator, cfg.trainer, GeneratorConfig()
@@ -144,7 +145,7 @@ class DistillationExp(BasePPOExp):
         generator.remote_inference_engine_urls = list(teacher.urls)
         return cfg
 
-    def _named(self, setting: str, start: Any) -> Any:
+    def _start_named(self, setting: str, start: Any) -> Any:
         """Call `start`; errors about engine settings name the teacher's settings instead."""
         try:
             return start()
@@ -166,7 +167,10 @@ def check_same_vocabulary(
         return
     special = [token for token in student.all_special_tokens if theirs.get(token) != ours.get(token)]
     differing = [*special, *sorted(token for token in ours | theirs if ours.get(token) != theirs.get(token))]
-    shown = "; ".join(f"{token!r} is {_id(ours, token)} and {_id(theirs, token)}" for token in _first(differing))
+    shown = "; ".join(
+        f"{token!r} is {_describe_id(ours, token)} and {_describe_id(theirs, token)}"
+        for token in _describe_first(differing)
+    )
     raise ConfigError(
         f"{setting}.model={path} has another vocabulary than the student (trainer.policy.model.path): {len(theirs)} "
         f"and {len(ours)} tokens, of which {len(set(differing))} have another id, with student and teacher: {shown}. "
@@ -174,11 +178,11 @@ def check_same_vocabulary(
     )
 
 
-def _first(tokens: Sequence[str]) -> list[str]:
+def _describe_first(tokens: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(tokens))[:_SHOWN]
 
 
-def _id(vocabulary: dict[str, int], token: str) -> str:
+def _describe_id(vocabulary: dict[str, int], token: str) -> str:
     return str(vocabulary[token]) if token in vocabulary else "missing"
 
 

@@ -15,7 +15,7 @@ from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
 from skyrl_train.errors import ConfigError
 from skyrl_train.evaluate import evaluate
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
-from skyrl_train.utils.run_owner import owning_run
+from skyrl_train.utils.run_owner import acquire_run
 
 
 class EvalOnlyEntrypoint(BasePPOExp):
@@ -42,7 +42,7 @@ class EvalOnlyEntrypoint(BasePPOExp):
 
     def run(self) -> None:
         """Evaluate and log the metrics."""
-        with owning_run(self.cfg.trainer.run_dir):
+        with acquire_run(self.cfg.trainer.run_dir):
             asyncio.run(self.evaluate())
 
     async def evaluate(self) -> dict[str, float | None]:

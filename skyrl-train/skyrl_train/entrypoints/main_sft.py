@@ -17,7 +17,7 @@ from skyrl_train.errors import SkyRLError
 from skyrl_train.supervised import SupervisedTrainer
 from skyrl_train.training_run import check_before_start, says_finished
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train.utils.run_owner import owning_run
+from skyrl_train.utils.run_owner import acquire_run
 from skyrl_train.utils.tracking import Tracking
 
 register_config_store(SupervisedConfig, "sft_base_config")
@@ -57,7 +57,7 @@ class SupervisedExp:
 
     def run(self) -> None:
         """Train to the end."""
-        with owning_run(self.cfg.trainer.run_dir, self.cfg.trainer.ckpt_path):
+        with acquire_run(self.cfg.trainer.run_dir, self.cfg.trainer.ckpt_path):
             asyncio.run(self._run())
 
     async def _run(self) -> None:

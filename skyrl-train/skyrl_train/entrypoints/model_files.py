@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.errors import ConfigError
-from skyrl_train.utils.lean_imports import leave_out_unused_packages
+from skyrl_train.utils.lean_imports import hide_unused_packages
 
 _TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepiece", "tekken", "merges", "encoder")
 """Prefixes of tokenizer file names. Without any, transformers creates an empty tokenizer for some models."""
@@ -59,7 +59,7 @@ def model_config(path: str, setting: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=True)
     except Exception as error:  # a model may include custom code
-        raise ConfigError(_cannot_be_loaded(path, setting, "config", error)) from error
+        raise ConfigError(_build_loading_error(path, setting, "config", error)) from error
 
 
 def load_tokenizer(
@@ -71,7 +71,7 @@ def load_tokenizer(
         ConfigError: it is missing; or without `use_fast`, it has no Python implementation (transformers then silently
             loads the fast one).
     """
-    leave_out_unused_packages()
+    hide_unused_packages()
     from transformers import AutoTokenizer, GenerationConfig  # import half of the dependencies of models
 
     _check_folder(path, setting)
@@ -83,7 +83,7 @@ def load_tokenizer(
             path, trust_remote_code=True, use_fast=use_fast, **options
         )
     except Exception as error:  # a model may bring code of its own
-        raise ConfigError(_cannot_be_loaded(path, setting, "tokenizer", error)) from error
+        raise ConfigError(_build_loading_error(path, setting, "tokenizer", error)) from error
     if tokenizer.is_fast and not use_fast:
         raise ConfigError(
             f"trainer.disable_fast_tokenizer=true: transformers {transformers.__version__} has no Python form of "
@@ -138,7 +138,7 @@ def _check_folder(path: str, setting: str) -> None:
         raise ConfigError(f"{setting}={path}: there is no such folder (looked for {folder.absolute()}{hint})")
 
 
-def _cannot_be_loaded(path: str, setting: str, what: str, error: Exception) -> str:
+def _build_loading_error(path: str, setting: str, what: str, error: Exception) -> str:
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if Path(path).is_dir():
         return f"{setting}={path}: the {what} in this folder cannot be loaded: {reason}"
@@ -148,7 +148,7 @@ def _cannot_be_loaded(path: str, setting: str, what: str, error: Exception) -> s
 def _check_lengths(cfg: SkyRLConfig, policy: object, sections: Sequence[str]) -> None:
     """Check that the engine's context fits a prompt and a response of `max_generate_length`."""
     generator, overrides = cfg.generator, cfg.trainer.policy.model_config_kwargs
-    limit, source = _context(generator.engine_init_kwargs, overrides, policy)
+    limit, source = _get_context(generator.engine_init_kwargs, overrides, policy)
     if limit is None or not generator.uses_environments:
         return
     for name in sections:
@@ -167,7 +167,7 @@ def _check_lengths(cfg: SkyRLConfig, policy: object, sections: Sequence[str]) ->
             )
 
 
-def _context(engine: dict[str, Any], overrides: dict[str, Any], policy: Any) -> tuple[int | None, str]:
+def _get_context(engine: dict[str, Any], overrides: dict[str, Any], policy: Any) -> tuple[int | None, str]:
     """Return the maximum number of tokens of prompt and response, or None if unknown, and the source of the number."""
     limit = engine.get("max_model_len")
     if isinstance(limit, int) and limit > 0:  # else the engine reports it

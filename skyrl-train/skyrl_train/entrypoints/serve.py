@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.config import SkyRLConfig, config_dir, register_config_store
 from skyrl_train.config.validation import validate_generator_cfg
 from skyrl_train.endpoint.server import check_address
-from skyrl_train.entrypoints.endpoint import endpoint_of, listening
+from skyrl_train.entrypoints.endpoint import build_endpoint, listening
 from skyrl_train.entrypoints.engines import check_engines, start_engines
 from skyrl_train.entrypoints.model_files import load_tokenizer
 from skyrl_train.errors import SkyRLError
@@ -34,7 +34,7 @@ async def serve(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     client = start_engines(cfg, tokenizer)
     try:
         info = await client.describe()  # waits until the engines are ready
-        async with listening(endpoint_of(cfg, client, tokenizer)) as server:
+        async with listening(build_endpoint(cfg, client, tokenizer)) as server:
             names = ", ".join(server.frontend.model_names)
             print(f"serving {names} at {server.url}", flush=True)
             logger.info(f"{info.backend} {info.release}, up to {info.max_model_len} tokens, {server.url}")
@@ -43,7 +43,7 @@ async def serve(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         await client.teardown()
 
 
-async def _serve_until_told(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+async def _run_until_signal(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Run `serve` until SIGINT or SIGTERM."""
     serving = asyncio.create_task(serve(cfg, tokenizer))
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -66,7 +66,7 @@ def main(cfg: DictConfig) -> None:
         )
         if typed.generator.run_engines_locally:
             initialize_ray(typed)
-        asyncio.run(_serve_until_told(typed, tokenizer))
+        asyncio.run(_run_until_signal(typed, tokenizer))
     except SkyRLError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     finally:

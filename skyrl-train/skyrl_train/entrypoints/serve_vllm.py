@@ -24,7 +24,7 @@ _ENVIRONMENT = {
 }
 
 
-def server_command(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+def build_server_command(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Build the command that serves, and its environment, which contains the key (the command does not).
 
     Raises:
@@ -62,7 +62,7 @@ def server_command(arguments: Sequence[str], environment: Mapping[str, str]) -> 
 
 def main() -> None:
     try:
-        command, environment = server_command(sys.argv[1:], os.environ)
+        command, environment = build_server_command(sys.argv[1:], os.environ)
     except ConfigError as error:
         sys.exit(f"ConfigError: {error}")
     os.execve(command[0], command, environment)

@@ -15,7 +15,7 @@ from skyrl_train.generators.environment import EnvironmentSession
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.request import Completion, GenerationRequest, SamplingKeywords
 from skyrl_train.types import ConversationType
-from skyrl_train.utils.explanations import explain_expiry
+from skyrl_train.utils.explanations import write_explanation
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class EngineSession:
         except Exception as error:  # any error of a Ray actor, HTTP server or library
             if isinstance(error, TimeoutError) and timeout.expired():
                 what = f"did not answer within generator.request_timeout_seconds={self.timeout_seconds:g}"
-                what += await asyncio.to_thread(explain_expiry, f"an engine {what}")
+                what += await asyncio.to_thread(write_explanation, f"an engine {what}")
             else:
                 what = f"raised {type(error).__name__}: {error}"
             raise RolloutError("infrastructure", f"the engine {what}") from error

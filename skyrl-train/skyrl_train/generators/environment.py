@@ -30,8 +30,8 @@ from skyrl_gym.finite_numbers import describe, to_finite
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import FailureKind, RolloutError
 from skyrl_train.types import ConversationType
-from skyrl_train.utils.explanations import explain_expiry
-from skyrl_train.utils.tracebacks import last_place
+from skyrl_train.utils.explanations import write_explanation
+from skyrl_train.utils.tracebacks import format_last_location
 
 T = TypeVar("T")
 
@@ -282,12 +282,12 @@ class EnvironmentSession:
             raise
         except DeadlineExceeded as error:
             late = f"{error} ({DEADLINE_SETTING})"
-            why = await asyncio.to_thread(explain_expiry, f"{method} of {name} {late}")
+            why = await asyncio.to_thread(write_explanation, f"{method} of {name} {late}")
             raise self._fault("environment", method, late + why) from error
         except InfraError as error:
             raise self._fault("infrastructure", method, f"needs what does not work: {error}") from error
         except Exception as error:  # environments are user code: their errors end only this trajectory
-            what = f"raised {type(error).__name__}: {error}{last_place(error)}"
+            what = f"raised {type(error).__name__}: {error}{format_last_location(error)}"
             raise self._fault("environment", method, what) from error
 
     def _check_messages(self, method: str, messages: object) -> None:

@@ -45,10 +45,10 @@ from skyrl_train.rollouts.joining import merge_appending_turns
 from skyrl_train.rollouts.metrics import rollout_metrics
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, grouped
 from skyrl_train.types import ConversationType
-from skyrl_train.utils.async_blocks import first_error
+from skyrl_train.utils.async_blocks import raise_first_error
 from skyrl_train.utils.chat_templates import get_custom_chat_template
 from skyrl_train.utils.progress import ANSWERS, progress
-from skyrl_train.utils.tracebacks import last_place, log_traceback
+from skyrl_train.utils.tracebacks import format_last_location, log_traceback
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,7 +139,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         """
         requests = self._requests(input_batch)
         sessions = [(request.trajectory_id, request.session_id) for request in requests]
-        with first_error(), announced(self.inference_engine_client, sessions):
+        with raise_first_error(), announced(self.inference_engine_client, sessions):
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._trajectory(request)) for request in requests]
                 if (on_group := input_batch.get("on_group")) is not None:
@@ -353,4 +353,4 @@ def _failure_of(error: Exception) -> Failure:
         return Failure(error.kind, str(error))
     if isinstance(error, ChatTemplateError):  # the environment wrote the messages
         return Failure("environment", str(error))
-    return Failure("infrastructure", f"{type(error).__name__}: {error}{last_place(error)}")
+    return Failure("infrastructure", f"{type(error).__name__}: {error}{format_last_location(error)}")

@@ -24,8 +24,8 @@ from skyrl_train.inference_engines.base import (
     TokenDelta,
 )
 from skyrl_train.inference_engines.loop_thread import LoopCalls, LoopThread
-from skyrl_train.utils.call_errors import end_of_log
-from skyrl_train.utils.explanations import explain_expiry
+from skyrl_train.utils.call_errors import get_end_of_log
+from skyrl_train.utils.explanations import write_explanation
 from skyrl_train.weight_sync.base import (
     EngineHandles,
     LoraLoadRequest,
@@ -113,7 +113,7 @@ class EngineHost:
             hangs = (
                 f"the engine hangs: it neither answered nor computed anything for {patience_seconds:g} s ({CONTROL})"
             )
-            raise WorkerError(hangs + await asyncio.to_thread(explain_expiry, f"{self._name}: {hangs}"))
+            raise WorkerError(hangs + await asyncio.to_thread(write_explanation, f"{self._name}: {hangs}"))
 
     def stop(self) -> None:
         """Stop the event loop and cancel its running tasks."""
@@ -234,7 +234,7 @@ class EngineHandle(InferenceEngineInterface):
 
     def log(self) -> str:
         """Return the end of the engine process's log, with a headline."""
-        return end_of_log(self._log_file)
+        return get_end_of_log(self._log_file)
 
 
 class LocalEngines(EngineHandles):

@@ -30,8 +30,8 @@ from skyrl_train.inference_engines.request_runner import ClientRequest, RequestR
 from skyrl_train.inference_engines.routing import Router, Session
 from skyrl_train.inference_engines.supervision import EngineFailure, Restart, Supervisor
 from skyrl_train.inference_engines.token_stream import TokenStream
-from skyrl_train.utils.chat_templates import configured_chat_template
-from skyrl_train.utils.explanations import explain_expiry
+from skyrl_train.utils.chat_templates import get_configured_chat_template
+from skyrl_train.utils.explanations import write_explanation
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import differences
 
@@ -74,7 +74,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         settings = full_config.generator
         self.receives_all_weights = settings.syncs_all_weights
         """True if every weight sync contains all weights."""
-        self._chat_template = configured_chat_template(tokenizer, settings)
+        self._chat_template = get_configured_chat_template(tokenizer, settings)
         self._request_timeout = settings.request_timeout_seconds
         self._router = Router(len(engines), settings.max_requests_per_engine)
         self._supervisor = Supervisor(engines, settings, restart, self._update_router)
@@ -158,7 +158,7 @@ class InferenceEngineClient(InferenceEngineInterface):
             if not deadline.expired():
                 raise
             late = self._runner.describe_timeout(request, self._request_timeout)
-            raise TimeoutError(late + await asyncio.to_thread(explain_expiry, late)) from None
+            raise TimeoutError(late + await asyncio.to_thread(write_explanation, late)) from None
         self._num_continued += request.was_interrupted
         return completion
 

@@ -20,7 +20,7 @@ from skyrl_train.inference_engines.engine_handle import (
     EngineHost,
 )
 from skyrl_train.inference_engines.loop_thread import LoopStopped, wrap_in_running_loop
-from skyrl_train.utils.call_errors import failure_of, timed_out
+from skyrl_train.utils.call_errors import build_failure, timed_out
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class InlineEngine(EngineHandle):
     def _build_failure(self, error: Exception) -> Exception:
         if isinstance(error, (LoopStopped, CancelledError)):
             return WorkerError(f"{self._name} has ended")
-        return failure_of(error, self._name, self._log_file)
+        return build_failure(error, self._name, self._log_file)
 
     async def _wait_until_started(self) -> None:
         if not self._host.done():

@@ -26,8 +26,8 @@ from skyrl_train.inference_engines.engine_handle import (
     EngineHost,
     MakeEngine,
 )
-from skyrl_train.utils.call_errors import failure_of, timed_out
-from skyrl_train.utils.ray_calls import Call, answer_of, end_actors, errors_for_caller, wait_for_all
+from skyrl_train.utils.call_errors import build_failure, timed_out
+from skyrl_train.utils.ray_calls import Call, prepare_errors_for_caller, stop_actors, wait_for_all, wait_for_result
 from skyrl_train.utils.ray_process import prepare_process
 
 _KILL_SECONDS = 30.0
@@ -77,7 +77,7 @@ class EngineProcess(EngineHost):
         prepare_process(log_file, name)
         with contextlib.suppress(PermissionError):  # it leads a group already
             os.setpgid(0, 0)  # its children can be found after it has exited
-        with errors_for_caller():
+        with prepare_errors_for_caller():
             super().__init__(make_engine, name)
         self._server = RequestServer(self._handle_request)
 
@@ -87,13 +87,13 @@ class EngineProcess(EngineHost):
 
     async def _handle_request(self, request: GenerationRequest, on_tokens: OnTokens | None) -> Completion:
         engine = self._engine
-        with errors_for_caller():
+        with prepare_errors_for_caller():
             answer = engine.generate(request) if on_tokens is None else engine.stream(request, on_tokens)
             return await self._record_wait("generate", answer)
 
     @ray.method(concurrency_group=_CONTROL_GROUP)
     async def control(self, method: str, *args: object) -> object:
-        with errors_for_caller():
+        with prepare_errors_for_caller():
             return await super().control(method, *args)
 
     @ray.method(concurrency_group=_CONTROL_GROUP)
@@ -137,18 +137,18 @@ class RayWrappedInferenceEngine(EngineHandle):
         return Call(reference, self._name, self._log_file)
 
     async def _wait_for_answer(self, call: Call, timeout_seconds: float, setting: str) -> object:
-        return await answer_of(call, timeout_seconds, setting)
+        return await wait_for_result(call, timeout_seconds, setting)
 
     async def _wait_until_started(self) -> None:
         if self._place is None:
             call = self._to_call(self._actor.place.remote())
             with self._record_handle_wait("its start", self._start_timeout_seconds):
-                self._place = await answer_of(call, self._start_timeout_seconds, START)
+                self._place = await wait_for_result(call, self._start_timeout_seconds, START)
 
     async def check_health(self) -> None:
         await self._wait_until_started()
         call = self._to_call(self._actor.check_health.remote(self.control_timeout_seconds))
-        await answer_of(call, self.control_timeout_seconds, CONTROL)
+        await wait_for_result(call, self.control_timeout_seconds, CONTROL)
 
     async def generate(self, request: GenerationRequest) -> Completion:
         return await self._send_request(request, None)
@@ -183,19 +183,19 @@ class RayWrappedInferenceEngine(EngineHandle):
         except RayError as error:
             raise call.failure(error) from error
         return {
-            number: failure_of(outcome, self._name, self._log_file) if isinstance(outcome, Exception) else outcome
+            number: build_failure(outcome, self._name, self._log_file) if isinstance(outcome, Exception) else outcome
             for number, outcome in outcomes.items()
         }
 
     async def teardown(self) -> None:
         """Shut the engine down gracefully within `TEARDOWN_SECONDS`, then kill the remaining processes."""
         with contextlib.suppress(WorkerError):
-            await answer_of(self.start(InferenceEngineInterface.teardown), TEARDOWN_SECONDS, CONTROL)
+            await wait_for_result(self.start(InferenceEngineInterface.teardown), TEARDOWN_SECONDS, CONTROL)
         await asyncio.to_thread(self._stop_process)
 
     def _stop_process(self) -> None:
         """Ask the process to exit, wait, and kill it and its children if they are left."""
-        end_actors([self._actor])
+        stop_actors([self._actor])
         self._kill_remaining()
 
     def place(self) -> ProcessPlace:

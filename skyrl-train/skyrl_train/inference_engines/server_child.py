@@ -14,8 +14,8 @@ import httpx
 from skyrl_gym.waits import waiting
 from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train.errors import WorkerError
-from skyrl_train.utils.explanations import explain_expiry
-from skyrl_train.utils.process_log import log_tail
+from skyrl_train.utils.explanations import write_explanation
+from skyrl_train.utils.process_log import read_log_tail
 
 _POLL_SECONDS = 0.2
 _END_SECONDS = 10.0
@@ -72,7 +72,7 @@ class ServerChild:
                     if time.monotonic() > deadline:
                         setting = f" ({timeout_setting})" if timeout_setting else ""
                         late = f"{self._name} was not ready within {timeout_seconds:g} s{setting}"
-                        raise WorkerError(f"{late}{explain_expiry(late)}\n{self._log()}")
+                        raise WorkerError(f"{late}{write_explanation(late)}\n{self._log()}")
                     time.sleep(_POLL_SECONDS)
         except BaseException:  # also on KeyboardInterrupt
             self.end()
@@ -102,4 +102,4 @@ class ServerChild:
             return False
 
     def _log(self) -> str:
-        return f"--- end of {self.log_file}:\n{log_tail(self.log_file)}"
+        return f"--- end of {self.log_file}:\n{read_log_tail(self.log_file)}"

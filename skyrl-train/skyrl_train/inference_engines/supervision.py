@@ -14,7 +14,7 @@ from skyrl_train.config import GeneratorConfig
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.base import EngineInfo, Feature, InferenceEngineInterface
 from skyrl_train.inference_engines.health import ROUTED, UP, Health, HealthEvent, get_next_state
-from skyrl_train.utils.explanations import explain_expiry
+from skyrl_train.utils.explanations import write_explanation
 
 T = TypeVar("T")
 
@@ -237,7 +237,7 @@ class Supervisor:
                 state.info = await asyncio.wait_for(self.engines[state.index].describe(), timeout)
         except Exception as error:  # whatever it is, those who wait must hear of it
             if isinstance(error, TimeoutError):
-                await asyncio.to_thread(explain_expiry, f"engine {state.index} did not start within {timeout:g} s")
+                await asyncio.to_thread(write_explanation, f"engine {state.index} did not start within {timeout:g} s")
             state.health = get_next_state(state.health, HealthEvent.START_FAILED)
             self._fail_all(self._start_error(state, error))
         else:
@@ -292,7 +292,7 @@ class Supervisor:
                     else "generator.engine_control_timeout_seconds"
                 )
                 log = f"\n{engine.log()}" if isinstance(engine, Process) else ""
-                why = await asyncio.to_thread(explain_expiry, f"{text} ({setting})")  # before it is killed
+                why = await asyncio.to_thread(write_explanation, f"{text} ({setting})")  # before it is killed
                 if ended.done():
                     return
                 self._handle_failure(state, HealthEvent.SILENT_TOO_LONG, WorkerError(f"{text} ({setting}){why}{log}"))

@@ -1,3 +1,3 @@
-from skyrl_train.utils.lean_imports import leave_out_unused_packages
+from skyrl_train.utils.lean_imports import hide_unused_packages
 
-leave_out_unused_packages()  # before the first import of a model
+hide_unused_packages()  # before the first import of a model

@@ -18,7 +18,7 @@ from ray.util.placement_group import (
 from skyrl_gym.waits import waiting
 from skyrl_train.env_vars import scheduling_timeout_seconds
 from skyrl_train.errors import WorkerError
-from skyrl_train.utils.explanations import SCHEDULER, explain_expiry
+from skyrl_train.utils.explanations import SCHEDULER, write_explanation
 
 
 def reserve_bundles(
@@ -46,7 +46,7 @@ def reserve_bundles(
                 f"cluster has {ray.cluster_resources().get(kind, 0):g}, of which "
                 f"{ray.available_resources().get(kind, 0):g} are free"
             )
-            why = explain_expiry(late)
+            why = write_explanation(late)
             remove_placement_group(group)
             raise WorkerError(late + why)
     return group

@@ -38,7 +38,7 @@ from skyrl_train.orchestration.colocation_protocol import (
     events_of,
     next_state,
 )
-from skyrl_train.utils.explanations import TRAINER, explain_expiry
+from skyrl_train.utils.explanations import TRAINER, write_explanation
 from skyrl_train.workers.worker import Worker as ModelWorker
 
 __all__ = ["Colocation", "ColocationError", "DeviceState", "Engines"]
@@ -385,7 +385,7 @@ class Colocation:
                 await asyncio.wait_for(self._lock.wait_for(condition), self._start_timeout)
         except TimeoutError:
             late = f"cannot {event} for {self._start_timeout:g} s, with {self._state}; first: {missing}"
-            raise ColocationError(late + await asyncio.to_thread(explain_expiry, late)) from None
+            raise ColocationError(late + await asyncio.to_thread(write_explanation, late)) from None
 
     def _is_free_for_engines(self) -> bool:
         return self._state.worker is None and self._inconsistent_since in (None, "recover")

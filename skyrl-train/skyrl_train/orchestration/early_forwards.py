@@ -21,7 +21,7 @@ from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.rollouts.filters import with_uid
 from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.utils.async_blocks import first_error
+from skyrl_train.utils.async_blocks import raise_first_error
 
 Divide = Callable[[ActorGroup, TrainingInputBatch], Schedule]
 """Schedule of a forward-only pass of a model over a batch."""
@@ -167,7 +167,7 @@ class EarlyForwards:
             yield
             return
         try:
-            with first_error():
+            with raise_first_error():
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(each.run()) for each in self._passes.values()]
                     yield

@@ -23,9 +23,9 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.inference_engines.engine_handle import EngineHost, MakeEngine
 from skyrl_train.inference_engines.inline_engine import InlineEngine
 from skyrl_train.orchestration.launcher import Calls, MakeWorker
-from skyrl_train.utils.call_errors import failure_of, timed_out, waiting_for_ranks
+from skyrl_train.utils.call_errors import build_failure, record_rank_wait, timed_out
 from skyrl_train.utils.cpu_numerics import prepare_cpu
-from skyrl_train.utils.process_log import own_log
+from skyrl_train.utils.process_log import get_own_log
 from skyrl_train.utils.random_state import RandomState
 from skyrl_train.utils.tracebacks import log_traceback
 
@@ -122,7 +122,7 @@ class InlineRank:
     def _make(self, make_worker: MakeWorker, args: tuple[object, ...]) -> None:
         _PROCESS_GROUP.enter()
         try:
-            with self._random.swapped_in():
+            with self._random.activate():
                 self._worker = make_worker(*args)
         except BaseException:  # a rank that failed to start is not shut down later
             self._has_ended = True
@@ -132,19 +132,19 @@ class InlineRank:
     async def call(self, calls: Sequence[Calls], timeout_seconds: float, timeout_setting: str) -> list[list[Any]]:
         [own] = calls
         deadline = asyncio.timeout(timeout_seconds)
-        with waiting_for_ranks(self._group, calls, timeout_seconds):
+        with record_rank_wait(self._group, calls, timeout_seconds):
             try:
                 async with deadline:
                     await asyncio.shield(asyncio.wrap_future(self._start))
                     return [await asyncio.wrap_future(model_thread().submit(lambda: self._call_sequence(own)))]
             except Exception as error:  # user code may raise any error: reported as a failure of this rank
                 if deadline.expired():
-                    raise timed_out([(self._name, own_log())], timeout_seconds, timeout_setting) from None
+                    raise timed_out([(self._name, get_own_log())], timeout_seconds, timeout_setting) from None
                 log_traceback(error)
-                raise failure_of(error, self._name, own_log()) from error
+                raise build_failure(error, self._name, get_own_log()) from error
 
     def _call_sequence(self, calls: Calls) -> list[Any]:
-        with self._random.swapped_in():
+        with self._random.activate():
             return [self._call(method, args) for method, args in calls]
 
     def _call(self, method: str, args: tuple[Any, ...]) -> Any:
@@ -199,14 +199,14 @@ class InlineLauncher:
 
     def start_engine(self, index: int, make_engine: MakeEngine) -> InlineEngine:
         def make() -> EngineHost:
-            with RandomState(self._device).swapped_in():
+            with RandomState(self._device).activate():
                 return EngineHost(make_engine, f"engine {index}")
 
         generator = self._cfg.generator
         return InlineEngine(
             model_thread().submit(make),
             f"engine {index}",
-            own_log(),
+            get_own_log(),
             generator.request_timeout_seconds,
             control_timeout_seconds=generator.engine_control_timeout_seconds,
             start_timeout_seconds=generator.engine_start_timeout_seconds,

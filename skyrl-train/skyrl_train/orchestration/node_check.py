@@ -18,10 +18,10 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.env_vars import scheduling_timeout_seconds
 from skyrl_train.errors import ConfigError
 from skyrl_train.orchestration.bundles import nodes_of_run
-from skyrl_train.utils.io import expand_path, sha256_of
-from skyrl_train.utils.nodes import node_name
-from skyrl_train.utils.ray_calls import Call, answers_of
-from skyrl_train.utils.storage import Place, location, names_in, read_text, size_of, write_whole
+from skyrl_train.utils.io import compute_sha256, expand_path
+from skyrl_train.utils.nodes import get_node_name
+from skyrl_train.utils.ray_calls import Call, gather_results
+from skyrl_train.utils.storage import Place, get_size, list_names, location, read_text, write_whole
 
 Listing = dict[str, str]
 """Files by name, each described by its size, the model's config.json by its hash as well."""
@@ -84,8 +84,8 @@ async def check_nodes(cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -
             )
             for node in others
         ]
-        views = await answers_of(calls, scheduling_timeout_seconds(), "SKYRL_RAY_PG_TIMEOUT_IN_S")
-        here = view_of(paths, own, node_name())
+        views = await gather_results(calls, scheduling_timeout_seconds(), "SKYRL_RAY_PG_TIMEOUT_IN_S")
+        here = view_of(paths, own, get_node_name())
         problems = [
             problem
             for node, view in zip(others, views, strict=True)
@@ -94,7 +94,7 @@ async def check_nodes(cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -
         remarks = [remark for view in views for remark in differences(here.data, view.data, paths.data, view.node)]
     finally:
         for path in paths.tokens.values():
-            for name in names_in(path.parent):
+            for name in list_names(path.parent):
                 if name.startswith(path.name):
                     (path.parent / name).unlink()
     for remark in remarks:
@@ -146,7 +146,7 @@ def view_of(paths: Paths, node_id: str, node: str) -> NodeView:
     for name, path in paths.tokens.items():
         tokens[name] = None
         try:
-            tokens[name] = read_text(path) if size_of(path) is not None else None
+            tokens[name] = read_text(path) if get_size(path) is not None else None
             if tokens[name] is not None:
                 write_whole(answer_path(path, node_id), "seen")
         except (OSError, ConfigError) as error:
@@ -169,7 +169,7 @@ def listing(path: Path) -> Listing | None:
         str(file.relative_to(path if path.is_dir() else path.parent)): f"{file.stat().st_size} bytes" for file in files
     }
     if _HASHED in found:
-        found[_HASHED] += f", sha256 {sha256_of(path / _HASHED)[:12]}"
+        found[_HASHED] += f", sha256 {compute_sha256(path / _HASHED)[:12]}"
     return found
 
 
@@ -183,7 +183,7 @@ def problems_of(here: NodeView, there: NodeView, paths: Paths, node_id: str) -> 
     for name, path in paths.tokens.items():
         if name in there.write_errors:
             problems.append(f"node {there.node} cannot write into {name}={path.parent}: {there.write_errors[name]}")
-        elif there.tokens[name] != here.tokens[name] or size_of(answer_path(path, node_id)) is None:
+        elif there.tokens[name] != here.tokens[name] or get_size(answer_path(path, node_id)) is None:
             problems.append(
                 f"node {there.node} has another folder at {name}={path.parent} than node {here.node}, or none"
             )

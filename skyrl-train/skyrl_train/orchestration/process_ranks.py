@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Protocol
 from skyrl_gym.deadline import outcome_of
 from skyrl_gym.waits import NEXT_CALL, report_as, waiting
 from skyrl_train.errors import WorkerError, WorkerMemoryError
-from skyrl_train.utils.call_errors import KILLED_HINT, end_of_log, failure_of, timed_out, waiting_for_ranks
+from skyrl_train.utils.call_errors import KILLED_HINT, build_failure, get_end_of_log, record_rank_wait, timed_out
 from skyrl_train.utils.cpu_numerics import prepare_cpu
 from skyrl_train.utils.explanations import TRAINER
 from skyrl_train.utils.process_log import configure_logging
-from skyrl_train.utils.tracebacks import described, keep_where_raised, log_traceback
+from skyrl_train.utils.tracebacks import attach_raise_location, described, log_traceback
 
 if TYPE_CHECKING:
     from skyrl_train.orchestration.launcher import Calls, MakeWorker
@@ -113,7 +113,7 @@ class ProcessRanks:
 
     async def call(self, calls: "Sequence[Calls]", timeout_seconds: float, timeout_setting: str) -> list[list[object]]:
         async with self._one_at_a_time:  # results arrive in the order of the calls
-            with waiting_for_ranks(self.name, calls, timeout_seconds):
+            with record_rank_wait(self.name, calls, timeout_seconds):
                 for pipe, own in zip(self._pipes, calls, strict=True):
                     try:
                         pipe.send_bytes(self.dumps(own))
@@ -137,7 +137,7 @@ class ProcessRanks:
                 except (EOFError, OSError):
                     raise self._death() from None
                 if error is not None:
-                    raise failure_of(error, self._worker(rank), self._log_files[rank])
+                    raise build_failure(error, self._worker(rank), self._log_files[rank])
         return [answers[rank] for rank in range(self.num_ranks)]
 
     def _worker(self, rank: int) -> str:
@@ -154,7 +154,7 @@ class ProcessRanks:
         )
         told = [
             f"{self._worker(rank)} died: ended {f'by signal {-end}' if end < 0 else f'with status {end}'}"
-            f"{f'; {KILLED_HINT}' if end == -signal.SIGKILL else ''}\n{end_of_log(self._log_files[rank])}"
+            f"{f'; {KILLED_HINT}' if end == -signal.SIGKILL else ''}\n{get_end_of_log(self._log_files[rank])}"
             for end, rank in ends
         ]
         kind = WorkerMemoryError if any(end == -signal.SIGKILL for end, _ in ends) else WorkerError
@@ -217,7 +217,7 @@ def serve(pipe: Connection, name: str, log_file: str, dumps: Dumps = pickle.dump
 def _refusal(error: Exception, dumps: Dumps) -> bytes:
     """Log an error and serialize it for the driver: the exception, or its text if it cannot be pickled."""
     log_traceback(error)
-    keep_where_raised(error)
+    attach_raise_location(error)
     arrived = outcome_of(lambda: pickle.loads(dumps((error, []))))
     return dumps((WorkerError(f"raised {described(error)}") if isinstance(arrived, Exception) else error, []))
 

@@ -21,8 +21,8 @@ from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappe
 from skyrl_train.orchestration.bundles import groups_across_nodes, nodes_of_bundles, order_by_node, reserve_bundles
 from skyrl_train.orchestration.launcher import Calls, MakeWorker
 from skyrl_train.orchestration.node_check import check_nodes
-from skyrl_train.utils.call_errors import waiting_for_ranks
-from skyrl_train.utils.ray_calls import Call, answers_of, end_actors, errors_for_caller
+from skyrl_train.utils.call_errors import record_rank_wait
+from skyrl_train.utils.ray_calls import Call, gather_results, prepare_errors_for_caller, stop_actors
 from skyrl_train.utils.ray_process import prepare_process
 from skyrl_train.utils.run_folder import RunFolder
 
@@ -38,7 +38,7 @@ class WorkerProcess:
 
     def __init__(self, make_worker: MakeWorker, args: tuple[Any, ...], log_file: str, name: str = "a worker"):
         prepare_process(log_file, name)
-        with errors_for_caller():
+        with prepare_errors_for_caller():
             self._worker = make_worker(*args)
 
     def pid(self) -> int:
@@ -47,7 +47,7 @@ class WorkerProcess:
 
     def call_sequence(self, calls: Calls) -> list[object]:
         """Run several calls in sequence; the first failure ends it."""
-        with errors_for_caller():
+        with prepare_errors_for_caller():
             return [self._call(method, args) for method, args in calls]
 
     def _call(self, method: str, args: tuple[Any, ...]) -> object:
@@ -101,8 +101,8 @@ class RayRanks:
             self._actors.append(worker.remote(make_worker, args, log_file, f"{name} worker {rank}"))
 
     async def call(self, calls: Sequence[Calls], timeout_seconds: float, timeout_setting: str) -> list[list[Any]]:
-        with waiting_for_ranks(self.name, calls, timeout_seconds):
-            return await answers_of(
+        with record_rank_wait(self.name, calls, timeout_seconds):
+            return await gather_results(
                 [
                     Call(actor.call_sequence.remote(own), f"{self.name} worker {rank}", self._log_files[rank])
                     for rank, (actor, own) in enumerate(zip(self._actors, calls, strict=True))
@@ -117,7 +117,7 @@ class RayRanks:
 
     async def shutdown(self) -> None:
         """Stop the processes, gracefully if they respond, and release their bundles."""
-        await asyncio.to_thread(end_actors, self._actors)
+        await asyncio.to_thread(stop_actors, self._actors)
         self._free_bundles()
 
     def kill(self) -> None:

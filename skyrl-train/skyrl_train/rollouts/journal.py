@@ -46,7 +46,7 @@ from skyrl_train.errors import CheckpointError
 from skyrl_train.rollouts.groups import FinishedGroup
 from skyrl_train.rollouts.schedule import ScheduleState
 from skyrl_train.utils.io import fsync_folder, write_atomically
-from skyrl_train.utils.run_folder import drop_torn_line, read_json_lines
+from skyrl_train.utils.run_folder import read_json_lines, remove_torn_line
 
 _SUM_BYTES = len(b', "sum": "0123456789abcdef"}\n')
 _GROUPS = TypeAdapter(list[FinishedGroup], config=ConfigDict(ser_json_inf_nan="constants"))
@@ -155,7 +155,7 @@ class RolloutJournal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not self.path.exists()
         self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115  closed by `close`
-        drop_torn_line(self._file)
+        remove_torn_line(self._file)
         if self._file.seek(0, 2) == 0:
             self._file.write(self._first_line())
         if is_new:

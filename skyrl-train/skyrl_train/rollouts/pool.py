@@ -24,9 +24,9 @@ from skyrl_train.rollouts.journal import RecoveredRollouts, RolloutJournal
 from skyrl_train.rollouts.schedule import GroupScheduler, ScheduleLimits, ScheduleState
 from skyrl_train.rollouts.timeline import Timeline
 from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
-from skyrl_train.utils.async_blocks import first_error
-from skyrl_train.utils.explanations import explain_expiry
-from skyrl_train.utils.tracebacks import last_place
+from skyrl_train.utils.async_blocks import raise_first_error
+from skyrl_train.utils.explanations import write_explanation
+from skyrl_train.utils.tracebacks import format_last_location
 
 _GRACE_SECONDS = 30.0
 """Time that a cancelled group has to clean up."""
@@ -115,7 +115,7 @@ class RolloutPool:
         for task in self._tasks.values():
             task.cancel()
         try:
-            with first_error():
+            with raise_first_error():
                 await self._task_group.__aexit__(kind, error, traceback)
         finally:
             self._journal.close()
@@ -257,7 +257,7 @@ class RolloutPool:
             is_late = not generation.done()
             if is_late:
                 late = f"group {ticket} was not finished after {self._timeout:g} s (group_timeout_seconds)"
-                why = await asyncio.to_thread(explain_expiry, late)
+                why = await asyncio.to_thread(write_explanation, late)
         finally:
             await self._end(ticket, generation)
         # From here to the end there is no await: journal, queue and scheduler change together.
@@ -333,7 +333,7 @@ class RolloutPool:
         self.scheduler.failed(ticket)
         self._counts.num_failed += 1
         self._failures_in_a_row += 1
-        cause = f"{type(error).__name__}: {error}{last_place(error)}"
+        cause = f"{type(error).__name__}: {error}{format_last_location(error)}"
         logger.warning(f"group {ticket} failed and is replaced by another: {cause}")
         if self._failures_in_a_row >= self.scheduler.limits.max_running:
             raise AllRolloutsFailedError(

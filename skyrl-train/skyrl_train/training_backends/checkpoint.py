@@ -21,7 +21,7 @@ from safetensors.torch import save as to_safetensors
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.utils.io import FileRecord
-from skyrl_train.utils.nodes import node_name
+from skyrl_train.utils.nodes import get_node_name
 from skyrl_train.utils.storage import Place, write_durably
 
 FORMAT = 1
@@ -82,7 +82,7 @@ class RankShare:
             writer.write(_STATE, json.dumps(self._described).encode())
         if writer.error is not None:
             raise CheckpointError(str(writer.error)) from writer.error
-        return WrittenFiles(node_name(), writer.files)
+        return WrittenFiles(get_node_name(), writer.files)
 
 
 class BackgroundWrite:

@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 async def gather_or_cancel(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results in order. The first error cancels the other calls and is raised."""
-    with first_error():
+    with raise_first_error():
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]
 
 
 @asynccontextmanager
-async def thread_beside(function: Callable[[], object], purpose: str) -> AsyncIterator[None]:
+async def run_thread_during(function: Callable[[], object], purpose: str) -> AsyncIterator[None]:
     """Run `function` in a thread during the block, and wait for its end, even after an error or a cancellation: it is
     idle while the run ends.
 
@@ -45,7 +45,7 @@ async def thread_beside(function: Callable[[], object], purpose: str) -> AsyncIt
 
 
 @contextmanager
-def first_error() -> Iterator[None]:
+def raise_first_error() -> Iterator[None]:
     """Raise the first error of a task group by itself, with its original cause."""
     try:
         yield

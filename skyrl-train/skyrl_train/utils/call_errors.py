@@ -5,14 +5,14 @@ from contextlib import AbstractContextManager
 
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import SkyRLError, WeightSyncError, WorkerError, WorkerMemoryError
-from skyrl_train.utils.explanations import explain_expiry
-from skyrl_train.utils.process_log import log_tail
-from skyrl_train.utils.tracebacks import where_raised
+from skyrl_train.utils.explanations import write_explanation
+from skyrl_train.utils.process_log import read_log_tail
+from skyrl_train.utils.tracebacks import format_raise_location
 
 _MOST_LOGS_SHOWN = 3
 
 
-def failure_of(cause: BaseException, process: str, log_file: str, remark: str = "") -> Exception:
+def build_failure(cause: BaseException, process: str, log_file: str, remark: str = "") -> Exception:
     """Build the error to raise for `cause`, which a call to `process` raised. Framework errors are returned unchanged.
 
     Args:
@@ -27,9 +27,9 @@ def failure_of(cause: BaseException, process: str, log_file: str, remark: str = 
         return cause
     kind = WorkerMemoryError if is_out_of_memory(cause) else WorkerError
     raised = f"{process} raised {type(cause).__name__}: {cause}\n{remark}"
-    if where := where_raised(cause):
+    if where := format_raise_location(cause):
         return kind(f"{raised}{where}\nwhole traceback: {log_file}")
-    return kind(raised + end_of_log(log_file))
+    return kind(raised + get_end_of_log(log_file))
 
 
 KILLED_HINT = "the kernel kills processes so when memory is short (dmesg tells)"
@@ -50,13 +50,13 @@ def timed_out(processes: list[tuple[str, str]], timeout_seconds: float, setting:
         setting: setting of the timeout.
     """
     silent = dict(processes)
-    logs = "\n".join(end_of_log(log_file) for log_file in list(silent.values())[:_MOST_LOGS_SHOWN])
+    logs = "\n".join(get_end_of_log(log_file) for log_file in list(silent.values())[:_MOST_LOGS_SHOWN])
     late = f"{', '.join(silent)} did not answer within {timeout_seconds:g} s ({setting})"
-    why = explain_expiry(late) or "; stuck, or waiting for a peer that is?"
+    why = write_explanation(late) or "; stuck, or waiting for a peer that is?"
     return WorkerError(f"{late}{why}\n{logs}")
 
 
-def waiting_for_ranks(
+def record_rank_wait(
     name: str, calls: Sequence[Sequence[tuple[str, object]]], timeout_seconds: float
 ) -> AbstractContextManager[None]:
     """Record a wait for the ranks of a group.
@@ -69,6 +69,6 @@ def waiting_for_ranks(
     return waiting(methods, on=ranks, deadline=timeout_seconds)
 
 
-def end_of_log(log_file: str) -> str:
+def get_end_of_log(log_file: str) -> str:
     """Return the last lines of a process's log, with a heading."""
-    return f"--- end of {log_file}:\n{log_tail(log_file)}"
+    return f"--- end of {log_file}:\n{read_log_tail(log_file)}"

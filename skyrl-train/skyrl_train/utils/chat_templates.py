@@ -38,7 +38,7 @@ def get_custom_chat_template(config: "ChatTemplateConfig") -> str | None:
         raise ConfigError(str(error)) from error
 
 
-def configured_chat_template(tokenizer: ChatTokenizer, generator: "GeneratorConfig") -> ChatTemplate:
+def get_configured_chat_template(tokenizer: ChatTokenizer, generator: "GeneratorConfig") -> ChatTemplate:
     """Return the template used to render prompts wherever a run measures, encodes or continues them.
 
     Raises:

@@ -16,10 +16,10 @@ def prepare_cpu() -> None:
     # Two threads of one process compete for two cores; two processes of one thread do not.
     threads = os.environ.get("OMP_NUM_THREADS") or "1"  # "4,2": threads of nested regions follow
     torch.set_num_threads(int(threads.partition(",")[0]))
-    use_strict_kernels()
+    set_strict_kernels()
 
 
-def use_strict_kernels() -> None:
+def set_strict_kernels() -> None:
     """Make MKL use its strict kernels unless MKL_CBWR is set. Call it before the first matrix product of the process,
     when MKL reads the variable.
 

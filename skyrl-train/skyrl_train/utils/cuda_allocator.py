@@ -13,7 +13,7 @@ _ON, _OFF = "expandable_segments:True", "expandable_segments:False"
 _is_expandable = False
 
 
-def use_expandable_segments() -> None:
+def enable_expandable_segments() -> None:
     """Enable expandable segments in the allocator of this process for later allocations."""
     global _is_expandable
     _set(_ON)
@@ -21,7 +21,7 @@ def use_expandable_segments() -> None:
 
 
 @contextmanager
-def shareable_memory() -> Iterator[None]:
+def disable_expandable_segments() -> Iterator[None]:
     """Allocate in segments that another process can open: CUDA cannot export handles of expandable ones."""
     if not (_is_expandable or any(_ON in os.environ.get(name, "") for name in VARIABLES)):
         yield

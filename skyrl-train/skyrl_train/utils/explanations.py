@@ -36,15 +36,15 @@ def waits_folder(run_dir: Path) -> Path:
     return run_dir / "waits"
 
 
-def explanations_folder(run_dir: Path) -> Path:
+def get_explanations_folder(run_dir: Path) -> Path:
     """Return the folder of explanations."""
     return run_dir / "explanations"
 
 
-def record_waits(run_dir: Path) -> None:
+def start_recording_waits(run_dir: Path) -> None:
     """Record the waits of this process, as the run's driver, and of processes that it starts."""
     log = str(run_dir / "logs" / "trainer.log")
-    begin_run(waits_folder(run_dir), TRAINER, explainer=explain_expiry, log=log)
+    begin_run(waits_folder(run_dir), TRAINER, explainer=write_explanation, log=log)
 
 
 @dataclass
@@ -60,7 +60,7 @@ _lock = threading.Lock()
 _state = _State()
 
 
-def explain_expiry(reason: str) -> str:
+def write_explanation(reason: str) -> str:
     """Write an explanation of the hang after a deadline has expired. Blocks for a second or two, and never raises.
 
     Args:
@@ -75,12 +75,12 @@ def explain_expiry(reason: str) -> str:
     with _lock:
         if time.monotonic() - _state.made > _INTERVAL_SECONDS and _state.count < _MOST:
             _state.count += 1
-            _state.line = _explained(Path(folder).parent, reason)
+            _state.line = _run_explanation(Path(folder).parent, reason)
             _state.made = time.monotonic()
         return _state.line
 
 
-def _explained(run_dir: Path, reason: str) -> str:
+def _run_explanation(run_dir: Path, reason: str) -> str:
     command = [sys.executable, "-m", "skyrl_train.explain", str(run_dir), "--because", reason, "--brief"]
     said = ""
     try:

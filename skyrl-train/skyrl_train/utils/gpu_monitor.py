@@ -39,10 +39,10 @@ class GpuMonitor:
             return False
         found = {"gpu_utilization_percent": utilization, "gpu_memory_gb": mebibytes * 2**20 / 1e9}
         with self._lock:
-            self._samples.append(found | host_memory())
+            self._samples.append(found | measure_host_memory())
         return True
 
-    def take(self) -> dict[str, float]:
+    def get_means(self) -> dict[str, float]:
         """Return the mean of the samples since the last call. Empty without samples."""
         with self._lock:
             samples, self._samples = self._samples, []
@@ -57,7 +57,7 @@ class GpuMonitor:
             pass
 
 
-def host_memory() -> dict[str, float]:
+def measure_host_memory() -> dict[str, float]:
     """Return the used memory of this machine. Empty if the kernel does not report it."""
     try:
         values = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())

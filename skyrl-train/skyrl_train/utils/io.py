@@ -37,7 +37,7 @@ def expand_path(path: str | Path) -> Path:
 
 
 @contextmanager
-def naming_file(path: str | Path) -> Iterator[None]:
+def add_path_to_errors(path: str | Path) -> Iterator[None]:
     """Add the path to an OSError of the block that has none, such as for a full disk."""
     try:
         yield
@@ -58,18 +58,18 @@ def write_atomically(path: str | Path, content: bytes | str) -> None:
     Raises:
         OSError: the disk is full or fails. The old file is unchanged and no temporary file remains.
     """
-    with waiting("a write", on=f"file {path}"), writing_atomically(path) as file:
+    with waiting("a write", on=f"file {path}"), open_atomically(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def writing_atomically(path: str | Path) -> Iterator[BinaryIO]:
+def open_atomically(path: str | Path) -> Iterator[BinaryIO]:
     """Yield a file to write to, which replaces `path` when the block succeeds. For content that is not held in memory;
     otherwise as `write_atomically`."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     try:
-        with naming_file(path), open(temporary, "xb") as file:
+        with add_path_to_errors(path), open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -96,7 +96,7 @@ class FileRecord:
     sha256: str
 
 
-def sha256_of(path: str | Path) -> str:
+def compute_sha256(path: str | Path) -> str:
     """Compute the SHA-256 of a file's content, in hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

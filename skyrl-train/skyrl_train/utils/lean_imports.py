@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 
-def leave_out_unused_packages() -> None:
+def hide_unused_packages() -> None:
     """Make transformers treat scikit-learn and scipy as missing in this process. Call it before models are imported.
 
     If installed, transformers imports them (with pandas: a second of processor time) for a form of assisted generation

@@ -6,7 +6,7 @@ from skyrl_train.utils.sample_card import (
     BASE_PROMPT_COLOR,
     NEGATIVE_RESPONSE_COLOR,
     POSITIVE_RESPONSE_COLOR,
-    card_blocks,
+    build_card_blocks,
 )
 
 __all__ = ["BASE_PROMPT_COLOR", "NEGATIVE_RESPONSE_COLOR", "POSITIVE_RESPONSE_COLOR", "log_example"]
@@ -25,7 +25,7 @@ def log_example(
     """
     try:
         total = sum(reward) if isinstance(reward, list) else reward
-        blocks = card_blocks(prompt, response, total, **facts)
+        blocks = build_card_blocks(prompt, response, total, **facts)
         texts = {f"text_{i}": block.text.replace("\n", "\n│ ") for i, block in enumerate(blocks)}
         titles = {f"title_{i}": block.title for i, block in enumerate(blocks)}
         # Texts are passed as arguments, which loguru does not parse as markup.

@@ -25,49 +25,49 @@ class MemoryPeaks:
     def __init__(self, device: torch.device):
         self._is_cuda = device.type == "cuda"
         if not self._is_cuda:
-            trim_heap()
-        self._base = self._held()
+            release_heap()
+        self._base = self._measure_held()
         self._peaks: dict[str, int] = {}
         self._was_taken = False
 
     @contextmanager
-    def measuring(self, phase: str) -> Iterator[None]:
+    def measure(self, phase: str) -> Iterator[None]:
         """Measure the enclosed block as `phase`; the largest value counts. Nothing is measured if the system does not
         support it."""
-        begun = self._begin()
+        begun = self._start()
         try:
             yield
         finally:  # the peak also counts if the block ran out of memory
             if begun:
-                self._peaks[phase] = max(self._peaks.get(phase, 0), self._peak() - self._base)
+                self._peaks[phase] = max(self._peaks.get(phase, 0), self._measure_peak() - self._base)
 
-    def take(self) -> dict[str, int]:
+    def reset(self) -> dict[str, int]:
         """Return the peaks in bytes, and reset them."""
         taken, self._peaks, self._was_taken = self._peaks, {}, True
         return taken
 
-    def _begin(self) -> bool:
+    def _start(self) -> bool:
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats()
             return True
         if not self._was_taken:  # later peaks are only needed if memory runs out, and need not cost time
-            trim_heap()
+            release_heap()
         try:
             _CLEAR.write_text("5")  # resets VmHWM
         except OSError:  # another system than Linux, or without permission
             return False
         return self._base > 0
 
-    def _peak(self) -> int:
+    def _measure_peak(self) -> int:
         if self._is_cuda:
             return torch.cuda.max_memory_allocated()
-        return _status("VmHWM") - _status("RssFile") - _status("RssShmem")
+        return _read_status("VmHWM") - _read_status("RssFile") - _read_status("RssShmem")
 
-    def _held(self) -> int:
-        return torch.cuda.memory_allocated() if self._is_cuda else _status("RssAnon")
+    def _measure_held(self) -> int:
+        return torch.cuda.memory_allocated() if self._is_cuda else _read_status("RssAnon")
 
 
-def trim_heap() -> None:
+def release_heap() -> None:
     """Return freed memory kept by malloc to the system, if supported."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
@@ -75,7 +75,7 @@ def trim_heap() -> None:
         return
 
 
-def _status(name: str) -> int:
+def _read_status(name: str) -> int:
     """Return a field of this process's status in bytes; 0 if it is missing."""
     try:
         lines = _STATUS.read_text().splitlines()

@@ -11,11 +11,11 @@ def set_node_address(address: str) -> None:
     _address = address
 
 
-def node_address() -> str:
+def get_node_address() -> str:
     """Return this machine's address for its peers."""
     return _address
 
 
-def node_name() -> str:
+def get_node_name() -> str:
     """Return this machine's name and address, for messages."""
     return f"{socket.gethostname()} ({_address})"

@@ -47,7 +47,7 @@ def capture_output(path: str | Path) -> None:
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
-def log_tail(path: str | Path, num_lines: int = 30) -> str:
+def read_log_tail(path: str | Path, num_lines: int = 30) -> str:
     """Return the last lines of a log, or a note that it is missing or empty, for the text of an error."""
     path = Path(path)
     if not path.exists():
@@ -84,7 +84,7 @@ def configure_logging(log_path: str | Path | None = None) -> None:
     logger.remove()
     # Without `diagnose`: it would write the values of variables, including secrets.
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    sink: Any = _above_bars if is_terminal else sys.stderr  # loguru's overloads accept one kind of sink each
+    sink: Any = _write_above_bars if is_terminal else sys.stderr  # loguru's overloads accept one kind of sink each
     colorize = True if is_terminal else None  # None: loguru checks the stream
     logger.add(sink, level=level, format=_FORMAT, filter=is_shown, backtrace=False, diagnose=False, colorize=colorize)
     if log_path is not None:
@@ -117,12 +117,12 @@ class _LogFile:
         self._file.close()
 
 
-def _above_bars(text: str) -> None:
+def _write_above_bars(text: str) -> None:
     """Write to the terminal, above its progress bars."""
     tqdm.write(text, file=sys.stderr, end="")
 
 
-def own_log() -> str:
+def get_own_log() -> str:
     """Return the location of this process's log, for the text of an error."""
     return _own_log
 
@@ -136,10 +136,10 @@ class _ToLoguru(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         level = record.levelname if record.levelname in _LEVELS else record.levelno
-        logger.opt(depth=_depth_of_caller(), exception=record.exc_info).log(level, "{}", record.getMessage())
+        logger.opt(depth=_compute_caller_depth(), exception=record.exc_info).log(level, "{}", record.getMessage())
 
 
-def _depth_of_caller() -> int:
+def _compute_caller_depth() -> int:
     """Return the number of frames between `_ToLoguru.emit` and the code that called the standard library's logging."""
     frame: FrameType | None = sys._getframe(1)
     depth = 0

@@ -1,6 +1,6 @@
 """Progress of a run's phases on its console: bars on a terminal, occasional log lines elsewhere.
 
-Disabled in every process except the run's driver, which calls `progress.show`. Other code opens or advances phases,
+Disabled in every process except the run's driver, which calls `progress.showing`. Other code opens or advances phases,
 which is free while progress is disabled. Log lines are printed above the bars (`process_log`).
 """
 
@@ -118,11 +118,11 @@ class ConsoleProgress:
         self._stream = sys.stderr if stream is None else stream
         ended = threading.Event()
 
-        def tick() -> None:
+        def run_ticks() -> None:
             while not ended.wait(_TICK_SECONDS):
                 self.tick()
 
-        threading.Thread(target=tick, name="progress", daemon=True).start()
+        threading.Thread(target=run_ticks, name="progress", daemon=True).start()
         try:
             yield
         finally:

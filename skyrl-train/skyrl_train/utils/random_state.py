@@ -16,9 +16,9 @@ class RandomState:
 
     def __init__(self, device: str):
         self._on_cuda = device == "cuda"
-        self._own = self._fresh()
+        self._own = self._build_fresh()
 
-    def _fresh(self) -> list[torch.Tensor]:
+    def _build_fresh(self) -> list[torch.Tensor]:
         devices = ["cpu", "cuda"] if self._on_cuda else ["cpu"]
         return [torch.Generator(device).get_state() for device in devices]
 
@@ -31,7 +31,7 @@ class RandomState:
             torch.cuda.set_rng_state(states[1])
 
     @contextmanager
-    def swapped_in(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Run the block with this state of the global generators, and restore their previous state afterwards. The
         generators are process-wide: no other thread may use them meanwhile.
         """

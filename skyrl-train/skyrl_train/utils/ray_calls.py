@@ -13,8 +13,8 @@ import ray.cloudpickle as cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from skyrl_train.errors import SkyRLError, WorkerError, WorkerMemoryError
-from skyrl_train.utils.call_errors import KILLED_HINT, end_of_log, failure_of, is_out_of_memory, timed_out
-from skyrl_train.utils.tracebacks import described, keep_where_raised, log_traceback, where_raised
+from skyrl_train.utils.call_errors import KILLED_HINT, build_failure, get_end_of_log, is_out_of_memory, timed_out
+from skyrl_train.utils.tracebacks import attach_raise_location, described, format_raise_location, log_traceback
 
 EXIT_SECONDS = 10.0
 """Timeout of processes that are asked to exit."""
@@ -42,14 +42,18 @@ class Call:
             remark: a line about the circumstances, for other errors.
         """
         if isinstance(error, RayTaskError):
-            return failure_of(error.cause, self.process, self.log_file, remark)
+            return build_failure(error.cause, self.process, self.log_file, remark)
         if isinstance(error, RayActorError):
-            how = f"could not start: {_last_line(error)}" if error.actor_init_failed else f"died: {_first_line(error)}"
+            how = (
+                f"could not start: {_get_last_line(error)}"
+                if error.actor_init_failed
+                else f"died: {_get_first_line(error)}"
+            )
             if "SIGKILL" in str(error):  # Ray lists it among the causes of an unexplained death
                 return WorkerMemoryError(f"{self.process} {how}; {KILLED_HINT}\n{self.log()}")
             return WorkerError(f"{self.process} {how}\n{self.log()}")
         kind = WorkerMemoryError if is_out_of_memory(error) else WorkerError
-        return kind(f"{self.process} did not answer: {type(error).__name__}: {_first_line(error)}\n{self.log()}")
+        return kind(f"{self.process} did not answer: {type(error).__name__}: {_get_first_line(error)}\n{self.log()}")
 
     def timed_out(self, timeout_seconds: float, what_to_set: str) -> WorkerError:
         """Build the error for a call that timed out."""
@@ -57,7 +61,7 @@ class Call:
 
     def log(self) -> str:
         """Return the end of the process's log, with a heading."""
-        return end_of_log(self.log_file)
+        return get_end_of_log(self.log_file)
 
 
 def wait_for_all(
@@ -94,11 +98,11 @@ def wait_for_all(
             except GetTimeoutError:
                 raise call.timed_out(timeout_seconds, what_to_set) from None
             except RayError as error:
-                raise _failure_among_peers(call, error, [by_reference[other] for other in pending]) from error
+                raise _select_failure(call, error, [by_reference[other] for other in pending]) from error
     return [answers[call.reference] for call in calls]
 
 
-async def answers_of(
+async def gather_results(
     calls: Sequence[Call], timeout_seconds: float, what_to_set: str = "trainer.worker_timeout_seconds"
 ) -> list[Any]:
     """Await `wait_for_all` without blocking the event loop. On cancellation (such as Ctrl-C), its thread ends
@@ -111,21 +115,21 @@ async def answers_of(
         given_up.set()
 
 
-async def answer_of(call: Call, timeout_seconds: float, what_to_set: str) -> Any:
+async def wait_for_result(call: Call, timeout_seconds: float, what_to_set: str) -> Any:
     """Await one result without a thread: for the many small calls to engines."""
     try:
-        return await asyncio.wait_for(_as_coroutine(call.reference), timeout_seconds)
+        return await asyncio.wait_for(_to_coroutine(call.reference), timeout_seconds)
     except TimeoutError:
         raise call.timed_out(timeout_seconds, what_to_set) from None
     except RayError as error:
         raise call.failure(error) from error
 
 
-async def _as_coroutine(reference: Any) -> object:
+async def _to_coroutine(reference: Any) -> object:
     return await reference
 
 
-def end_actors(actors: Sequence[Any], timeout_seconds: float = EXIT_SECONDS) -> None:
+def stop_actors(actors: Sequence[Any], timeout_seconds: float = EXIT_SECONDS) -> None:
     """Ask actors to exit after their current calls, wait, and kill the ones that time out. (Ray reports a killed actor
     on the console as a crash.)"""
     exits = {actor.__ray_terminate__.remote(): actor for actor in actors}
@@ -135,29 +139,29 @@ def end_actors(actors: Sequence[Any], timeout_seconds: float = EXIT_SECONDS) -> 
 
 
 @contextmanager
-def errors_for_caller() -> Iterator[None]:
+def prepare_errors_for_caller() -> Iterator[None]:
     """Prepare errors inside an actor for its caller: log the full traceback in this process, attach the user's frames
     to the exception, and replace an exception that cannot be pickled by text."""
     try:
         yield
     except Exception as error:  # user code may raise anything: the caller gets it
         log_traceback(error)
-        keep_where_raised(error)
-        if _survives_pickling(error):
+        attach_raise_location(error)
+        if _is_picklable(error):
             raise
         substitute = ValueError if isinstance(error, ValueError) else WorkerError
         raise substitute(f"raised {described(error)}") from None
 
 
-def _survives_pickling(error: Exception) -> bool:
+def _is_picklable(error: Exception) -> bool:
     try:
         arrived = cloudpickle.loads(cloudpickle.dumps(error))  # pyright: ignore[reportPrivateImportUsage]
     except Exception:  # a user's exception may fail in any way here
         return False
-    return isinstance(arrived, type(error)) and where_raised(arrived) == where_raised(error)
+    return isinstance(arrived, type(error)) and format_raise_location(arrived) == format_raise_location(error)
 
 
-def _failure_among_peers(failed: Call, error: RayError, others: Sequence[Call]) -> Exception:
+def _select_failure(failed: Call, error: RayError, others: Sequence[Call]) -> Exception:
     """Select the failure to report: a crashed peer's, else the first one."""
     deliberate = isinstance(error, RayTaskError) and isinstance(error.cause, (SkyRLError, ValueError))
     if deliberate or isinstance(error, RayActorError):
@@ -174,21 +178,21 @@ def _failure_among_peers(failed: Call, error: RayError, others: Sequence[Call]) 
                 return call.failure(death)
             except RayError:
                 continue  # another one that lost its peer: the first represents all
-    silent = _names(pending.values())
+    silent = _format_names(pending.values())
     return failed.failure(error, f"(no answer yet from {silent})\n" if silent else "")
 
 
-def _names(calls: Iterable[Call]) -> str:
+def _format_names(calls: Iterable[Call]) -> str:
     return ", ".join(dict.fromkeys(call.process for call in calls))
 
 
-def _lines(error: BaseException) -> list[str]:
+def _get_lines(error: BaseException) -> list[str]:
     return [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
 
 
-def _first_line(error: BaseException) -> str:
-    return _lines(error)[0]
+def _get_first_line(error: BaseException) -> str:
+    return _get_lines(error)[0]
 
 
-def _last_line(error: BaseException) -> str:
-    return _lines(error)[-1]
+def _get_last_line(error: BaseException) -> str:
+    return _get_lines(error)[-1]

@@ -37,7 +37,7 @@ def start_ray(cfg: SkyRLConfig) -> None:
 
     On one machine Ray's CPUs are only scheduling slots: two cores run a policy of two ranks, an engine and the trainer.
     """
-    environment = worker_environment()
+    environment = build_worker_environment()
     os.environ.update(
         # A driver started by `uv run` would otherwise make Ray rebuild its environment for every run.
         RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
@@ -87,7 +87,7 @@ def num_processes(cfg: SkyRLConfig) -> int:
     return 1 + placement.policy_world_size + critic + ref + cfg.generator.num_inference_engines
 
 
-def worker_environment() -> dict[str, str]:
+def build_worker_environment() -> dict[str, str]:
     """Return the environment variables of every process of a run."""
     environment = WORKER_DEFAULTS | forwarded_environment(os.environ)
     environment["TOKENIZERS_PARALLELISM"] = "false"

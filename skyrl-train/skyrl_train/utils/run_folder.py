@@ -40,7 +40,7 @@ from loguru import logger
 from skyrl_gym.whole_folders import fsync_folder
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.types import JsonObject
-from skyrl_train.utils.io import expand_path, naming_file, remove_leftovers, write_atomically
+from skyrl_train.utils.io import add_path_to_errors, expand_path, remove_leftovers, write_atomically
 
 Phase = Literal["train", "eval"]
 TRAJECTORIES_NAME = re.compile(r"(train|eval)_step_(\d+)\.jsonl(\.gz)?")
@@ -50,7 +50,7 @@ UNREADABLE = (gzip.BadGzipFile, EOFError, zlib.error)
 """Errors of reading a corrupt compressed file."""
 
 
-def token_columns_name(step: int) -> str:
+def get_token_columns_name(step: int) -> str:
     """Return the name of the file of per-token training values of a step."""
     return f"train_step_{step:06d}_tokens.jsonl"
 
@@ -150,11 +150,11 @@ class RunFolder:
 
     def trajectories_path(self, step: int, phase: Phase) -> Path:
         """Return the trajectory file of a step: the existing one, else the uncompressed one."""
-        return _present(self.trajectories_folder / f"{phase}_step_{step:06d}.jsonl")
+        return _find_existing(self.trajectories_folder / f"{phase}_step_{step:06d}.jsonl")
 
     def token_columns_path(self, step: int) -> Path:
         """Return the file of per-token training values of a step: the existing one, else the uncompressed one."""
-        return _present(self.trajectories_folder / token_columns_name(step))
+        return _find_existing(self.trajectories_folder / get_token_columns_name(step))
 
     def write_config(self, text: str) -> None:
         """Write the resolved configuration, as YAML text. An earlier one that differs is kept as `config_N.yaml`."""
@@ -176,21 +176,23 @@ class RunFolder:
         """
         if taken := {"step", "time"} & metrics.keys():
             raise ValueError(f"metrics cannot be named {sorted(taken)}: every line has these two of its own")
-        values = {name: self._finite(name, _plain_value(name, value)) for name, value in metrics.items()}
-        _append_line(self.metrics_path, _json_line({"step": int(step), "time": round(time.time(), 3)} | values))
+        values = {name: self._replace_non_finite(name, _to_plain_value(name, value)) for name, value in metrics.items()}
+        _append_line(self.metrics_path, _format_json_line({"step": int(step), "time": round(time.time(), 3)} | values))
 
     def append_start(self, step: int, record: JsonObject) -> None:
         """Append the provenance of a start, with a hash of its configuration. Args: `step`, the last completed one."""
-        config = {"config": config_hash(self.config_path.read_bytes())} if self.config_path.exists() else {}
-        _append_line(self.starts_path, _json_line({"step": step, "time": round(time.time(), 3)} | config | record))
+        config = {"config": compute_config_hash(self.config_path.read_bytes())} if self.config_path.exists() else {}
+        _append_line(
+            self.starts_path, _format_json_line({"step": step, "time": round(time.time(), 3)} | config | record)
+        )
 
     def append_fingerprints(self, step: int, record: JsonObject) -> None:
         """Append the hashes of a step."""
-        _append_line(self.fingerprints_path, _json_line({"step": step} | record))
+        _append_line(self.fingerprints_path, _format_json_line({"step": step} | record))
 
     def append_timeline(self, step: int, record: JsonObject) -> None:
         """Append the timeline of a step, durably."""
-        _append_line(self.timeline_path, _json_line({"step": step} | record))
+        _append_line(self.timeline_path, _format_json_line({"step": step} | record))
 
     def read_timeline(self) -> Iterator[JsonObject]:
         """Yield the records of `append_timeline`, oldest first; none if the file is missing."""
@@ -210,11 +212,11 @@ class RunFolder:
 
     def write_trajectories(self, step: int, phase: Phase, rows: Iterable[Mapping[str, object]]) -> None:
         """Write the trajectories of a step, atomically; an earlier file of the same step and phase is replaced."""
-        self._write_lines(f"{phase}_step_{step:06d}.jsonl", map(self._trajectory_line, rows))
+        self._write_lines(f"{phase}_step_{step:06d}.jsonl", map(self._format_trajectory, rows))
 
     def write_token_columns(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
         """Write per-token training values of a step, one line per trajectory; atomically."""
-        self._write_lines(token_columns_name(step), map(_json_line, rows))
+        self._write_lines(get_token_columns_name(step), map(_format_json_line, rows))
 
     def _write_lines(self, name: str, lines: Iterable[bytes]) -> None:
         """Write a file of trajectories, and remove its compressed or uncompressed counterpart."""
@@ -226,11 +228,11 @@ class RunFolder:
         write_atomically(written, gzip.compress(content, 1, mtime=0) if self._compress else content)
         other.unlink(missing_ok=True)
 
-    def _trajectory_line(self, row: Mapping[str, object]) -> bytes:
+    def _format_trajectory(self, row: Mapping[str, object]) -> bytes:
         try:
-            return _json_line(row)
+            return _format_json_line(row)
         except ValueError:  # a non-finite number: checking every row for one costs more than writing it
-            return _json_line(self._finite("trajectories", row))
+            return _format_json_line(self._replace_non_finite("trajectories", row))
 
     def read_trajectories(self, step: int, phase: Phase) -> list[JsonObject]:
         """Return the rows of a step.
@@ -241,7 +243,7 @@ class RunFolder:
         """
         return [row for _, row in read_json_lines(self.trajectories_path(step, phase))]
 
-    def trajectory_files(self) -> list[TrajectoryFile]:
+    def list_trajectory_files(self) -> list[TrajectoryFile]:
         """Return all trajectory files, by step."""
         names = (TRAJECTORIES_NAME.fullmatch(path.name) for path in self.trajectories_folder.glob("*.jsonl*"))
         found: set[tuple[int, Phase]] = {
@@ -253,7 +255,7 @@ class RunFolder:
         """Delete the trajectories of the oldest training steps until the rest is at most `max_bytes` or a
         single step.
         """
-        files = [file for file in self.trajectory_files() if file.phase == "train"]
+        files = [file for file in self.list_trajectory_files() if file.phase == "train"]
         size = 0
         for newer, file in enumerate(reversed(files)):
             columns = self.token_columns_path(file.step)
@@ -262,7 +264,7 @@ class RunFolder:
                 columns.unlink(missing_ok=True)
                 file.path.unlink()
 
-    def truncate_after(self, step: int) -> None:
+    def delete_after(self, step: int) -> None:
         """Delete everything after a step, for a run that resumes there and writes those steps again.
 
         If killed in between, calling it again completes the work.
@@ -281,22 +283,22 @@ class RunFolder:
             remove_leftovers(self.trajectories_folder)
             fsync_folder(self.trajectories_folder)
 
-    def _finite(self, name: str, value: object) -> Any:
+    def _replace_non_finite(self, name: str, value: object) -> Any:
         """Replace non-finite numbers by null, with a warning once per name."""
-        found = without_non_finite(value)
+        found = replace_non_finite(value)
         if found is not value and name not in self._warned:
             self._warned.add(name)
             logger.warning(f"{name} is not a finite number; it is written as null (said once)")
         return found
 
 
-def _present(path: Path) -> Path:
+def _find_existing(path: Path) -> Path:
     """Return this file, or its compressed form if that exists."""
     compressed = path.with_name(path.name + COMPRESSED)
     return compressed if compressed.exists() else path
 
 
-def config_hash(text: bytes) -> str:
+def compute_config_hash(text: bytes) -> str:
     """Return the hash that identifies a start's configuration."""
     return hashlib.sha256(text).hexdigest()[:12]
 
@@ -305,8 +307,8 @@ def _append_line(path: Path, line: bytes) -> None:
     """Append a line durably, after the last complete line."""
     is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with naming_file(path), open(path, "a+b") as file:
-        drop_torn_line(file)
+    with add_path_to_errors(path), open(path, "a+b") as file:
+        remove_torn_line(file)
         file.write(line)
         file.flush()
         os.fsync(file.fileno())
@@ -314,12 +316,12 @@ def _append_line(path: Path, line: bytes) -> None:
         fsync_folder(path.parent)
 
 
-def _json_line(row: Mapping[str, object]) -> bytes:
+def _format_json_line(row: Mapping[str, object]) -> bytes:
     """Format one line of JSON. A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape."""
     return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
-def _plain_value(name: str, value: object) -> object:
+def _to_plain_value(name: str, value: object) -> object:
     if isinstance(value, str | bool | int | float) or value is None:
         return value
     if callable(item := getattr(value, "item", None)):  # a NumPy scalar, a 0-d array or tensor
@@ -327,20 +329,20 @@ def _plain_value(name: str, value: object) -> object:
     raise TypeError(f"metric {name} must be a number, a string, a boolean or None; got {type(value).__name__}")
 
 
-def without_non_finite(value: object) -> object:
+def replace_non_finite(value: object) -> object:
     """Return the same object if all its numbers are finite, else a copy with null for non-finite ones."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        items = {key: without_non_finite(item) for key, item in value.items()}
+        items = {key: replace_non_finite(item) for key, item in value.items()}
         return items if any(items[key] is not value[key] for key in items) else value
     if isinstance(value, list | tuple):
-        items = [without_non_finite(item) for item in value]
+        items = [replace_non_finite(item) for item in value]
         return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
     return value
 
 
-def drop_torn_line(file: BinaryIO | FileIO) -> None:
+def remove_torn_line(file: BinaryIO | FileIO) -> None:
     """Remove an incomplete last line, which would corrupt the next."""
     size = end = file.seek(0, os.SEEK_END)
     while end > 0:
@@ -360,7 +362,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[bytes, JsonObject]]:
     Splits at line feeds only: JSON text may contain other line separators.
     """
     with gzip.open(path) if path.suffix == COMPRESSED else open(path, "rb") as file:
-        for number, line in enumerate(_lines(path, file), start=1):
+        for number, line in enumerate(_iter_lines(path, file), start=1):
             if not line.endswith(b"\n"):
                 return
             try:
@@ -371,7 +373,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[bytes, JsonObject]]:
                 ) from error
 
 
-def _lines(path: Path, file: Iterable[bytes]) -> Iterator[bytes]:
+def _iter_lines(path: Path, file: Iterable[bytes]) -> Iterator[bytes]:
     try:
         yield from file
     except UNREADABLE as error:

@@ -39,7 +39,7 @@ _owned: set[tuple[int, Path]] = set()
 
 
 @contextmanager
-def owning_run(run_dir: str | Path, ckpt_path: str | Path | None = None) -> Iterator[None]:
+def acquire_run(run_dir: str | Path, ckpt_path: str | Path | None = None) -> Iterator[None]:
     """Own the folder of a run, and of its checkpoints if that is another local folder, within the context. A nested
     context of the same process does nothing.
 
@@ -49,16 +49,16 @@ def owning_run(run_dir: str | Path, ckpt_path: str | Path | None = None) -> Iter
     """
     with ExitStack() as stack:
         folder = expand_path(run_dir).resolve()
-        stack.enter_context(_owning("trainer.run_dir", folder))
+        stack.enter_context(_acquire_folder("trainer.run_dir", folder))
         if ckpt_path is not None and not is_cloud_path(ckpt_path):
             checkpoints = expand_path(ckpt_path).resolve()
             if not checkpoints.is_relative_to(folder):
-                stack.enter_context(_owning("trainer.ckpt_path", checkpoints))
+                stack.enter_context(_acquire_folder("trainer.ckpt_path", checkpoints))
         yield
 
 
 @contextmanager
-def _owning(setting: str, folder: Path) -> Iterator[None]:
+def _acquire_folder(setting: str, folder: Path) -> Iterator[None]:
     entry = (os.getpid(), folder)
     if entry in _owned:
         yield
@@ -66,13 +66,13 @@ def _owning(setting: str, folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     # A record lock: a forked child does not inherit it, but closing any descriptor of the file releases it.
     with open(folder / LOCK, "ab") as lock:
-        if not _try_lock(lock.fileno()):
-            raise ConfigError(_refusal(setting, folder, _read_record(folder)))
+        if not _acquire_lock(lock.fileno()):
+            raise ConfigError(_build_refusal(setting, folder, _read_record(folder)))
         identity = os.fstat(lock.fileno()).st_ino
         _check_recorded_owner(setting, folder, identity)
         _write_record(folder, identity)
         ended = threading.Event()
-        threading.Thread(target=_keep_touching, args=(folder / RECORD, ended), daemon=True, name="run owner").start()
+        threading.Thread(target=_update_heartbeat, args=(folder / RECORD, ended), daemon=True, name="run owner").start()
         _owned.add(entry)
         try:
             yield
@@ -83,7 +83,7 @@ def _owning(setting: str, folder: Path) -> Iterator[None]:
                 (folder / RECORD).unlink()
 
 
-def _try_lock(descriptor: int) -> bool:
+def _acquire_lock(descriptor: int) -> bool:
     """Return False if another process holds the lock; True if this one does, or locks are unsupported."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,7 +117,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _keep_touching(path: Path, ended: threading.Event) -> None:
+def _update_heartbeat(path: Path, ended: threading.Event) -> None:
     while not ended.wait(HEARTBEAT_SECONDS):
         with suppress(OSError):  # a full disk or an unavailable server must not end the run
             os.utime(path)
@@ -136,10 +136,10 @@ def _check_recorded_owner(setting: str, folder: Path, identity: int) -> None:
         # Without start times (no /proc) a process cannot be distinguished from a later one with its id: only the lock
         # decides.
         if record.get("start") and record.get("pid") != os.getpid() and not has_ended(record):
-            raise ConfigError(_refusal(setting, folder, record))
+            raise ConfigError(_build_refusal(setting, folder, record))
         return
     if not _is_stale(folder):
-        raise ConfigError(_refusal(setting, folder, record))
+        raise ConfigError(_build_refusal(setting, folder, record))
     logger.warning(
         f"{folder}: no heartbeat of its driver ({_describe(record)}) for {STALE_SECONDS:g} s: this one takes over"
     )
@@ -164,7 +164,7 @@ def _is_stale(folder: Path) -> bool:
     return True
 
 
-def _refusal(setting: str, folder: Path, record: dict[str, Any]) -> str:
+def _build_refusal(setting: str, folder: Path, record: dict[str, Any]) -> str:
     return (
         f"{setting}={folder} belongs to another driver that is running: {_describe(record)}. Two drivers of one "
         "run would train and log its steps twice. Wait for it to end or stop it (SIGTERM); or give this run a folder "

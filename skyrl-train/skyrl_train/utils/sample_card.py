@@ -22,7 +22,7 @@ class Block(NamedTuple):
     colour: Colour
 
 
-def card_blocks(
+def build_card_blocks(
     prompt: object,
     response: object,
     reward: float | None = None,
@@ -35,10 +35,10 @@ def card_blocks(
     facts = [f"reward {reward:.4g}"] if isinstance(reward, int | float) else []
     facts += [stop_reason] if stop_reason else []
     blocks = [
-        Block("prompt", readable(_text_of(prompt), max_chars), BASE_PROMPT_COLOR),
+        Block("prompt", readable(_to_text(prompt), max_chars), BASE_PROMPT_COLOR),
         Block(
             " · ".join(["response", *facts]),
-            readable(_text_of(response), max_chars),
+            readable(_to_text(response), max_chars),
             POSITIVE_RESPONSE_COLOR if good else NEGATIVE_RESPONSE_COLOR,
         ),
     ]
@@ -52,10 +52,10 @@ def readable(text: str, max_chars: int = 1200) -> str:
     if len(text) > max_chars:
         head, tail = max_chars * 2 // 3, max_chars // 3
         text = f"{text[:head]} … {len(text) - head - tail:,} characters … {text[len(text) - tail :]}"
-    return "".join(_printable(character) for character in text)
+    return "".join(_escape_character(character) for character in text)
 
 
-def _printable(character: str) -> str:
+def _escape_character(character: str) -> str:
     if character in "\n" or character in _JOINERS:
         return character
     if character == "\t":
@@ -65,7 +65,7 @@ def _printable(character: str) -> str:
     return character
 
 
-def _text_of(value: object) -> str:
+def _to_text(value: object) -> str:
     """Format text unchanged, a conversation as `role: content` lines, and anything else by its repr."""
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
         return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in value)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import CheckpointError
-from skyrl_train.utils.io import FileRecord, sha256_of
+from skyrl_train.utils.io import FileRecord, compute_sha256
 from skyrl_train.utils.storage import Place, download
 
 _LOCK, _COMPLETE = ".lock", ".complete"
@@ -39,19 +39,19 @@ class SharedDownload:
         described = f"{source} {sorted((name, record.sha256) for name, record in records.items())}"
         self.folder = root / hashlib.sha256(described.encode()).hexdigest()[:32]
         _remove_unused(root)
-        self._lock = self._try_to_fill(source, records)
+        self._lock = self._fill(source, records)
         while self._lock is None:
-            self._lock = self._try_to_fill(source, records)
+            self._lock = self._fill(source, records)
 
-    def _try_to_fill(self, source: Place, records: Mapping[str, FileRecord]) -> int | None:
+    def _fill(self, source: Place, records: Mapping[str, FileRecord]) -> int | None:
         """Download, or wait for the downloading process. Returns: a shared lock on the complete copy, or None (another
         process failed, or has just deleted it)."""
-        lock = _locked(self.folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = _lock_folder(self.folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if lock is None:  # another process downloads or reads
-            lock = _locked(self.folder, fcntl.LOCK_SH)
+            lock = _lock_folder(self.folder, fcntl.LOCK_SH)
         elif not (self.folder / _COMPLETE).exists():
             try:
-                fetch_files(source, records, self.folder)
+                download_files(source, records, self.folder)
                 (self.folder / _COMPLETE).touch()
             except BaseException:  # remove everything after a KeyboardInterrupt, too
                 _remove_if_unused(self.folder, lock)
@@ -71,7 +71,7 @@ class SharedDownload:
             self._lock = None
 
 
-def fetch_files(source: Place, records: Mapping[str, FileRecord], target: Path) -> None:
+def download_files(source: Place, records: Mapping[str, FileRecord], target: Path) -> None:
     """Download files and verify them.
 
     Raises:
@@ -85,7 +85,7 @@ def fetch_files(source: Place, records: Mapping[str, FileRecord], target: Path) 
             download(source / name, target / name)
         except FileNotFoundError:
             return f"{source / name} is missing"
-        found = FileRecord((target / name).stat().st_size, sha256_of(target / name))
+        found = FileRecord((target / name).stat().st_size, compute_sha256(target / name))
         return None if found == expected else f"{source / name} is not what was written (its hash differs)"
 
     with ThreadPoolExecutor(_NUM_DOWNLOADS) as threads:
@@ -94,7 +94,7 @@ def fetch_files(source: Place, records: Mapping[str, FileRecord], target: Path) 
                 raise CheckpointError(damage)
 
 
-def _locked(folder: Path, kind: int) -> int | None:
+def _lock_folder(folder: Path, kind: int) -> int | None:
     """Create a folder and lock it. Returns: the lock; None if it is taken and `kind` is non-blocking."""
     while True:
         folder.mkdir(exist_ok=True)
@@ -136,5 +136,5 @@ def _remove_if_unused(folder: Path, lock: int) -> None:
 def _remove_unused(root: Path) -> None:
     """Delete copies of killed processes."""
     for folder in root.iterdir():
-        if (folder / _LOCK).exists() and (lock := _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
+        if (folder / _LOCK).exists() and (lock := _lock_folder(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
             _remove_if_unused(folder, lock)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, Union
 from skyrl_gym.waits import waiting
 from skyrl_gym.whole_folders import replacing
 from skyrl_train.errors import ConfigError
-from skyrl_train.utils.io import expand_path, is_cloud_path, naming_file, write_atomically
+from skyrl_train.utils.io import add_path_to_errors, expand_path, is_cloud_path, write_atomically
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -59,7 +59,7 @@ def check_access(setting: str, path: str) -> None:
         if not isinstance(place, Path):
             probe = place / f".write_check_{secrets.token_hex(4)}"
             write_whole(probe, b"checked")
-            with _os_errors(probe):
+            with _convert_errors(probe):
                 probe.fs.rm_file(probe.path)
     except (ConfigError, OSError) as error:
         remedy = (
@@ -77,7 +77,7 @@ def read_text(file: Place) -> str:
     """Return the content of a file. Raises FileNotFoundError, OSError."""
     if isinstance(file, Path):
         return file.read_text()
-    with _os_errors(file):
+    with _convert_errors(file):
         return file.read_text()
 
 
@@ -87,7 +87,7 @@ def write_whole(file: Place, content: bytes | str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, content)
         return
-    with _os_errors(file):
+    with _convert_errors(file):
         file.fs.pipe_file(file.path, content.encode() if isinstance(content, str) else content)
 
 
@@ -98,7 +98,7 @@ def write_durably(file: Place, content: bytes) -> None:
             write_whole(file, content)
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        with naming_file(file), open(file, "wb") as opened:
+        with add_path_to_errors(file), open(file, "wb") as opened:
             opened.write(content)
             opened.flush()
             os.fsync(opened.fileno())
@@ -110,7 +110,7 @@ def open_to_write(path: str | Place) -> Iterator[BinaryIO]:
     file = location(path)
     if isinstance(file, Path):
         file.parent.mkdir(parents=True, exist_ok=True)
-    with _os_errors(file), file.open("wb") as opened:
+    with _convert_errors(file), file.open("wb") as opened:
         yield opened
 
 
@@ -120,15 +120,15 @@ def download(file: Place, target: Path) -> None:
     if isinstance(file, Path):
         shutil.copyfile(file, target)
         return
-    with _os_errors(file):
+    with _convert_errors(file):
         file.fs.get_file(file.path, str(target))
 
 
-def size_of(file: Place) -> int | None:
+def get_size(file: Place) -> int | None:
     """Return the size of a file in bytes, uncached; None if it is missing. Raises OSError."""
     if isinstance(file, Path):
         return file.stat().st_size if file.is_file() else None
-    with _os_errors(file), suppress(FileNotFoundError):
+    with _convert_errors(file), suppress(FileNotFoundError):
         file.fs.invalidate_cache()
         return int(file.fs.info(file.path)["size"])
     return None
@@ -137,23 +137,23 @@ def size_of(file: Place) -> int | None:
 # ---- folders
 
 
-def names_in(folder: Place) -> list[str]:
+def list_names(folder: Place) -> list[str]:
     """Return the names of files and folders in a folder, uncached; none if it is missing. Raises OSError."""
     if isinstance(folder, Path):
         return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    with _os_errors(folder), suppress(FileNotFoundError):
+    with _convert_errors(folder), suppress(FileNotFoundError):
         folder.fs.invalidate_cache()
         return sorted(entry.rstrip("/").rpartition("/")[2] for entry in folder.fs.ls(folder.path, detail=False))
     return []
 
 
-def sizes_in(folder: Place) -> dict[str, int]:
+def list_sizes(folder: Place) -> dict[str, int]:
     """Return the sizes of all files below a folder in bytes, by relative name. Raises OSError."""
     if isinstance(folder, Path):
         files = (path for path in folder.rglob("*") if path.is_file())
         return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-    with _os_errors(folder):
-        return {name: int(entry["size"]) for name, entry in _objects(folder).items()}
+    with _convert_errors(folder):
+        return {name: int(entry["size"]) for name, entry in _list_objects(folder).items()}
 
 
 def remove_folder(folder: Place, seal: str) -> None:
@@ -161,8 +161,8 @@ def remove_folder(folder: Place, seal: str) -> None:
     if isinstance(folder, Path):
         shutil.rmtree(folder, ignore_errors=True)
         return
-    with _os_errors(folder), suppress(FileNotFoundError):
-        objects = _objects(folder)
+    with _convert_errors(folder), suppress(FileNotFoundError):
+        objects = _list_objects(folder)
         if seal in objects:
             folder.fs.rm_file(objects[seal]["name"])
         folder.fs.invalidate_cache()
@@ -176,8 +176,8 @@ def move_folder(folder: Place, target: Place, seal: str) -> None:
         folder.rename(str(target))
         return
     assert not isinstance(target, Path)
-    with _os_errors(folder):
-        objects = _objects(folder)
+    with _convert_errors(folder):
+        objects = _list_objects(folder)
         for name in sorted(objects, key=lambda name: name == seal):
             folder.fs.cp_file(objects[name]["name"], (target / name).path)
     remove_folder(folder, seal)
@@ -224,7 +224,7 @@ def publishing(place: Place, seal: str) -> Iterator[DraftFolder]:
 
 def _upload(folder: Path, target: "UPath", seal: str) -> None:
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    with _os_errors(target):
+    with _convert_errors(target):
         for name in sorted(files, key=lambda name: name == seal):
             target.fs.put_file(str(files[name]), (target / name).path)
 
@@ -232,7 +232,7 @@ def _upload(folder: Path, target: "UPath", seal: str) -> None:
 # ---- fsspec
 
 
-def _objects(folder: "UPath") -> dict[str, Any]:
+def _list_objects(folder: "UPath") -> dict[str, Any]:
     """Return fsspec's entry of every object below a folder by relative name, uncached."""
     folder.fs.invalidate_cache()
     prefix = folder.path.rstrip("/") + "/"
@@ -241,7 +241,7 @@ def _objects(folder: "UPath") -> dict[str, Any]:
 
 
 @contextmanager
-def _os_errors(place: Place) -> Iterator[None]:
+def _convert_errors(place: Place) -> Iterator[None]:
     """Convert errors of an object store's library to an OSError that names the place."""
     try:
         yield

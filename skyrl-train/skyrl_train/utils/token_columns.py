@@ -35,11 +35,11 @@ def decode_columns(row: JsonObject) -> dict[str, list[float | None]]:
             values = np.frombuffer(base64.b64decode(text, validate=True), dtype=kind)
         except ValueError:  # not base64, or a partial number
             continue
-        found[name] = values.tolist() if kind == "|u1" else _rounded(values, _DIGITS[kind])
+        found[name] = values.tolist() if kind == "|u1" else _round_numbers(values, _DIGITS[kind])
     return found
 
 
-def _rounded(values: np.ndarray, digits: int) -> list[float | None]:
+def _round_numbers(values: np.ndarray, digits: int) -> list[float | None]:
     """Round numbers to the given significant digits; None for non-finite ones."""
     known = np.isfinite(values)
     doubles = np.where(known, values, 0.0).astype(np.float64)

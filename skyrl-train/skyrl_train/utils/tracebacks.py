@@ -19,7 +19,7 @@ _KEPT = "_where_raised"
 _logged_places: set[str] = set()
 
 
-def where_raised(error: BaseException, at_most: int = _MOST_FRAMES) -> str:
+def format_raise_location(error: BaseException, at_most: int = _MOST_FRAMES) -> str:
     """Format the frames of `error` in user code, outermost first, one per line: `FILE:LINE in FUNCTION: CODE`. Without
     user frames, the frame that raised it.
 
@@ -27,36 +27,36 @@ def where_raised(error: BaseException, at_most: int = _MOST_FRAMES) -> str:
     """
     if kept := error.__dict__.get(_KEPT):
         return kept
-    chain = list(_causes(error))
-    frames = next((frames for link in chain if (frames := [f for f in _frames(link) if _is_users(f[0])])), None)
+    chain = list(_iter_causes(error))
+    frames = next((frames for link in chain if (frames := [f for f in _get_frames(link) if _is_users(f[0])])), None)
     if frames is None:
-        frames = next((frames[-1:] for link in chain if (frames := _frames(link))), [])
-    return "\n".join(_as_line(frame, line_number) for frame, line_number in frames[-at_most:])
+        frames = next((frames[-1:] for link in chain if (frames := _get_frames(link))), [])
+    return "\n".join(_format_frame(frame, line_number) for frame, line_number in frames[-at_most:])
 
 
-def keep_where_raised(error: BaseException) -> None:
+def attach_raise_location(error: BaseException) -> None:
     """Attach its formatted location to an exception, which loses its frames when sent to another process."""
-    error.__dict__[_KEPT] = where_raised(error)
+    error.__dict__[_KEPT] = format_raise_location(error)
 
 
-def last_place(error: BaseException) -> str:
+def format_last_location(error: BaseException) -> str:
     """Return the innermost line of `format_raise_location` in brackets, for single-line messages; empty without a
     traceback.
     """
-    place = where_raised(error, at_most=1)
+    place = format_raise_location(error, at_most=1)
     return f" ({place})" if place else ""
 
 
 def described(error: BaseException) -> str:
     """Describe an exception for the user: type, message, raise location and notes."""
-    lines = [f"{type(error).__name__}: {error}", where_raised(error), *getattr(error, "__notes__", [])]
+    lines = [f"{type(error).__name__}: {error}", format_raise_location(error), *getattr(error, "__notes__", [])]
     return "\n".join(filter(None, lines))
 
 
 def log_traceback(error: BaseException) -> None:
     """Write the full traceback to this process's log file; only once for exceptions of one type from the same lines,
     since a thousand rollouts may fail for one reason."""
-    place = f"{type(error).__name__} {where_raised(error)}"
+    place = f"{type(error).__name__} {format_raise_location(error)}"
     if place in _logged_places:
         return
     _logged_places.add(place)
@@ -64,7 +64,7 @@ def log_traceback(error: BaseException) -> None:
     logger.bind(**{LOG_FILE_ONLY: True}).error("{}", text.rstrip())
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def _iter_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield `error` and its causes; for a group, its first member."""
     seen: set[int] = set()
     link: BaseException | None = error
@@ -77,7 +77,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
+def _get_frames(error: BaseException) -> list[tuple[FrameType, int]]:
     return list(traceback.walk_tb(error.__traceback__))
 
 
@@ -92,7 +92,7 @@ def _is_users(frame: FrameType) -> bool:
     return not file.startswith(_STANDARD_LIBRARY) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
-def _as_line(frame: FrameType, line_number: int) -> str:
+def _format_frame(frame: FrameType, line_number: int) -> str:
     code = frame.f_code
     [summary] = traceback.StackSummary.extract([(frame, line_number)])
     place = f"{code.co_filename}:{line_number} in {code.co_name}"

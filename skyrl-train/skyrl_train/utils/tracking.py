@@ -66,7 +66,7 @@ class Tracking:
         self.total_steps: int | None = None
         """Steps of the run, for the console's `step 3/60`; set by the trainer."""
         self._backends: list[TrackingBackend] = [_RunFolderBackend(run_folder)] if run_folder else []
-        settings = plain_config(config)
+        settings = to_plain_config(config)
         for name in dict.fromkeys(names):
             if name == "console":
                 self._backends.append(_ConsoleBackend(lambda: self.total_steps))
@@ -100,7 +100,7 @@ class Tracking:
         self.finish()
 
 
-def plain_config(config: object) -> dict[str, Any]:
+def to_plain_config(config: object) -> dict[str, Any]:
     """Convert settings (dataclass, mapping or OmegaConf node) to nested dictionaries."""
     if config is None:
         return {}
@@ -133,21 +133,21 @@ _PHASES = (
 )
 
 
-def console_line(data: Mapping[str, object], step: int, total_steps: int | None = None) -> str:
+def format_console_line(data: Mapping[str, object], step: int, total_steps: int | None = None) -> str:
     """Format a step as one line: its main metrics and the seconds of its phases."""
     parts = [f"step {step}/{total_steps}" if total_steps else f"step {step}"]
     for label, names, form in CONSOLE_METRICS:
         if (name := next((name for name in names if isinstance(data.get(name), int | float)), None)) is not None:
             parts.append(f"{label} {data[name]:{form}}")
     if len(parts) == 1:  # none of the main metrics: the first few
-        parts += [f"{name} {_four_decimals(value)}" for name, value in list(data.items())[:8]]
+        parts += [f"{name} {_format_four_decimals(value)}" for name, value in list(data.items())[:8]]
     phases = [f"{label} {data[name]:.1f}" for label, name in _PHASES if name in data]
     if "timing/step" in data:
         parts.append(f"{data['timing/step']:.1f} s" + (f" ({', '.join(phases)})" if phases else ""))
     return "  ".join(parts)
 
 
-def _four_decimals(value: object) -> str:
+def _format_four_decimals(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
@@ -157,9 +157,9 @@ class _ConsoleBackend:
         self._in_full = log_level() in ("TRACE", "DEBUG")
 
     def log(self, data: Mapping[str, object], step: int, commit: bool) -> None:
-        logger.info("{}", console_line(data, step, self._total_steps()))
+        logger.info("{}", format_console_line(data, step, self._total_steps()))
         if self._in_full:
-            logger.debug("{}", "  ".join(f"{name}: {_four_decimals(value)}" for name, value in data.items()))
+            logger.debug("{}", "  ".join(f"{name}: {_format_four_decimals(value)}" for name, value in data.items()))
 
     def log_samples(self, name: str, samples: Sequence[SampleRow], step: int) -> None:
         """Show nothing: the console prints samples by `trainer.print_example_interval`."""
@@ -233,10 +233,10 @@ class _ServiceBackend:
         if self._name == "tensorboard":
             self._tracker.writer.add_text("config", f"```\n{OmegaConf.to_yaml(OmegaConf.create(self._config))}\n```")
         elif self._name not in ("wandb", "swanlab"):  # these have it from `_get_options`
-            self._tracker.store_init_configuration(_flat(self._config))
+            self._tracker.store_init_configuration(_flatten_settings(self._config))
 
     def log(self, data: Mapping[str, object], step: int, commit: bool) -> None:
-        values = _numbers(data)
+        values = _select_numbers(data)
         if self._name == "mlflow":  # rejects `@` in names
             values = {name.replace("@", "_at_"): value for name, value in values.items()}
         options = {"commit": commit} if self._name == "wandb" else {}
@@ -250,7 +250,7 @@ class _ServiceBackend:
         if self._name == "wandb":
             self._tracker.log_table(name, columns=[*_COLUMNS], data=[list(sample) for sample in samples], step=step)
         elif self._name == "tensorboard":
-            self._tracker.writer.add_text(name, markdown_table(samples), step)
+            self._tracker.writer.add_text(name, format_markdown_table(samples), step)
         else:
             texts = [f"{prompt}\n{response}\nreward: {reward}" for prompt, response, reward in samples]
             text = importlib.import_module("swanlab").Text
@@ -288,9 +288,9 @@ def _options(
     match name:
         case "wandb":
             starts_anew = config.get("trainer", {}).get("resume_mode") == "none"
-            run_id, is_resumed = _stored_run_id(run_folder, "wandb", starts_anew)
+            run_id, is_resumed = _load_run_id(run_folder, "wandb", starts_anew)
             resume = "allow" if is_resumed else None
-            folder = _local_folder(run_folder, None)
+            folder = _create_local_folder(run_folder, None)
             return {
                 "run_name": project,
                 "name": run_name,
@@ -311,7 +311,7 @@ def _options(
             return {"experiment_name": project, "run_name": run_name}
         case "swanlab":
             mode = os.environ.get("SWANLAB_MODE", "online")
-            folder = os.environ.get("SWANLAB_LOG_DIR") or _local_folder(run_folder, "swanlab") or "swanlog"
+            folder = os.environ.get("SWANLAB_LOG_DIR") or _create_local_folder(run_folder, "swanlab") or "swanlog"
             mode = "online" if mode == "cloud" else mode
             return {
                 "run_name": project,
@@ -324,7 +324,7 @@ def _options(
             return {"run_name": project}
 
 
-def _local_folder(run_folder: RunFolder | None, name: str | None) -> Path | None:
+def _create_local_folder(run_folder: RunFolder | None, name: str | None) -> Path | None:
     """Create a folder below the run's for a service's files. Returns: None without a run folder."""
     if run_folder is None:
         return None
@@ -333,13 +333,13 @@ def _local_folder(run_folder: RunFolder | None, name: str | None) -> Path | None
     return folder
 
 
-def _stored_run_id(run_folder: RunFolder | None, service: str, starts_anew: bool) -> tuple[str | None, bool]:
+def _load_run_id(run_folder: RunFolder | None, service: str, starts_anew: bool) -> tuple[str | None, bool]:
     """Read or create a service's id of this run, stored in its folder, so that a resumed run continues the same one.
 
     Returns:
         the id, and True if it existed already.
     """
-    if (folder := _local_folder(run_folder, None)) is None:
+    if (folder := _create_local_folder(run_folder, None)) is None:
         return None, False
     path = folder / f"{service}_run_id"
     if is_resumed := path.exists() and not starts_anew:
@@ -352,7 +352,7 @@ def _stored_run_id(run_folder: RunFolder | None, service: str, starts_anew: bool
 _COLUMNS = ("prompt", "response", "reward")
 
 
-def markdown_table(samples: Sequence[SampleRow]) -> str:
+def format_markdown_table(samples: Sequence[SampleRow]) -> str:
     """Format samples as a table whose cells show line breaks and markup as text."""
 
     def cell(value: object) -> str:
@@ -363,17 +363,17 @@ def markdown_table(samples: Sequence[SampleRow]) -> str:
     return "\n".join(f"| {row} |" for row in (" | ".join(_COLUMNS), "---|---|---", *rows))
 
 
-def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
+def _select_numbers(data: Mapping[str, Any]) -> dict[str, float]:
     """Select the metrics that are numbers."""
     values = {name: value.item() if hasattr(value, "item") else value for name, value in data.items()}
     return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
-def _flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+def _flatten_settings(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Flatten settings to `trainer/algorithm/kl_loss_coef: value`; `@`, which MLflow rejects in names, becomes
     `_at_`."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}".replace("@", "_at_")
-        flat |= _flat(value, f"{name}/") if isinstance(value, Mapping) and value else {name: value}
+        flat |= _flatten_settings(value, f"{name}/") if isinstance(value, Mapping) and value else {name: value}
     return flat

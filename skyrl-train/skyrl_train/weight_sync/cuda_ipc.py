@@ -7,7 +7,7 @@ import torch
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.types import JsonObject
-from skyrl_train.utils.cuda_allocator import shareable_memory
+from skyrl_train.utils.cuda_allocator import disable_expandable_segments
 from skyrl_train.weight_sync.base import Place, WeightUpdateRequest
 from skyrl_train.weight_sync.payload import Payload
 from skyrl_train.weight_sync.transport import Reader, Writer
@@ -36,7 +36,7 @@ class CudaIpcWriter(Writer):
         """Copy a bucket to memory that no engine is reading."""
         slot = index % NUM_SLOTS
         if payload.num_bytes > self._slots[slot].numel():
-            with shareable_memory():
+            with disable_expandable_segments():
                 self._slots[slot] = torch.empty(payload.num_bytes, dtype=torch.uint8, device=self._device)
             self._handles[slot] = {self._uuid: _handle_of(self._slots[slot])}
         payload.copy_to(self._slots[slot][: payload.num_bytes])

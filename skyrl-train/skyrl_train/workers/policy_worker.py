@@ -72,7 +72,7 @@ class PolicyWorker(Worker):
 
     def take_gpu_load(self) -> dict[str, float]:
         """Return the load of this rank's GPU and machine since the last call; empty without a GPU."""
-        return {} if self._monitor is None else self._monitor.take()
+        return {} if self._monitor is None else self._monitor.get_means()
 
     # ---- training
 
@@ -81,7 +81,7 @@ class PolicyWorker(Worker):
     ) -> TrainingOutputBatch:
         """Compute log-probs as in `forward`. Returns `output` [b, R], and `expert_routes` [b, T, L, k], the selected
         experts."""
-        with self.memory_peaks.measuring("forward"):
+        with self.memory_peaks.measure("forward"):
             output, routes = self.backend.forward_recording_routes(batch, micro_batches)
         return TrainingOutputBatch(output=output, expert_routes=routes)
 

@@ -29,10 +29,10 @@ from skyrl_train.training_backends.base import (
 )
 from skyrl_train.training_backends.checkpoint import BackgroundWrite, WrittenFiles
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
-from skyrl_train.utils.cuda_allocator import use_expandable_segments
+from skyrl_train.utils.cuda_allocator import enable_expandable_segments
 from skyrl_train.utils.io import FileRecord
 from skyrl_train.utils.memory_peaks import MemoryPeaks
-from skyrl_train.utils.nodes import node_address
+from skyrl_train.utils.nodes import get_node_address
 from skyrl_train.utils.shared_download import SharedDownload
 from skyrl_train.utils.storage import location, publishing
 from skyrl_train.workers.objectives.critic import CriticObjective
@@ -70,22 +70,22 @@ class Worker:
 
     def rendezvous_point(self) -> tuple[str, int]:
         """Return an address and free port of this worker's machine for the rendezvous of its group."""
-        return node_address(), find_free_port()
+        return get_node_address(), find_free_port()
 
     def init_model(self, info: RankInfo) -> ParallelInfo:
         """Join the group and load the model. A collective: all ranks must call it."""
         if self.cfg.trainer.use_expandable_segments and torch.device(info.device).type == "cuda":
-            use_expandable_segments()  # before anything is allocated
+            enable_expandable_segments()  # before anything is allocated
         self.backend.join(info)
         self.memory_peaks = MemoryPeaks(self.backend.device)
-        with self.memory_peaks.measuring("load"):
+        with self.memory_peaks.measure("load"):
             self.backend.load_model()
         return replace(self.parallel, shares_prefixes=self.backend.shares_prefixes)
 
     def take_memory_peaks(self) -> dict[str, int]:
         """Return this rank's peak memory [bytes] since the last call in `load`, `forward` and `train`, relative to the
         memory before its model was loaded."""
-        return self.memory_peaks.take()
+        return self.memory_peaks.reset()
 
     def teardown(self) -> None:
         """Release resources that outlive the worker's last reference."""
@@ -102,7 +102,7 @@ class Worker:
         Returns:
             `output` [b, R]; rows of dummy micro-batches stay 0.
         """
-        with self.memory_peaks.measuring("forward"):
+        with self.memory_peaks.measure("forward"):
             return TrainingOutputBatch(output=self.backend.forward(batch, micro_batches))
 
     def load_batch(self, batch: TrainingInputBatch) -> None:
@@ -117,7 +117,7 @@ class Worker:
         """Accumulate the gradient of this rank's part of one mini-batch. Returns metrics, scores and router
         statistics."""
         assert self.objective is not None, f"the {self.name} is not trained"
-        with self.memory_peaks.measuring("train"):
+        with self.memory_peaks.measure("train"):
             return self.backend.forward_backward(self.batch, micro_batches, self.objective)
 
     def optim_step(self) -> dict[str, float]:
@@ -126,7 +126,7 @@ class Worker:
         Returns:
             `grad_norm` before clipping, `<name>_lr` of this step, `skipped_updates` (1 if the gradient was not finite).
         """
-        with self.memory_peaks.measuring("train"):
+        with self.memory_peaks.measure("train"):
             step = self.backend.optimizer_step()
         return {
             "grad_norm": step.grad_norm,

@@ -301,7 +301,7 @@ def test_live_killed_and_finished_run_is_followed(browser: Any, chat_model: str,
         process.join(30)
         make_old(RunFolder(path), 3600)
         page.wait_for_selector("header >> text=silent since")
-        last = max(file.step for file in RunFolder(path).trajectory_files())
+        last = max(file.step for file in RunFolder(path).list_trajectory_files())
         page.goto(address + place("live", "step", step=last))
         page.wait_for_selector("text=Groups")
         process = start(4)

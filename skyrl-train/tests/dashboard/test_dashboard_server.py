@@ -144,7 +144,7 @@ def test_curves_follow_appended_and_replaced_file(client: TestClient, runs: Path
 
 def test_resumed_run_shows_steps_before_checkpoint(client: TestClient, runs: Path):
     assert ask(client, "curves", run="adding", name="policy/x")["curves"]["policy/x"][0] == [1, 2, 3]
-    RunFolder(runs / "adding").truncate_after(1)
+    RunFolder(runs / "adding").delete_after(1)
     assert ask(client, "curves", run="adding", name="policy/x")["curves"]["policy/x"][0] == [1]
     assert ask(client, "run", run="adding")["steps"] == {"train": [1], "eval": []}
 
@@ -167,7 +167,7 @@ def test_sample_has_training_columns_of_tokens(client: TestClient, runs: Path):
     assert ask(client, "columns", run="adding", step=2, line=2) == {}
     assert ask(client, "columns", run="adding", phase="eval", step=2, line=0) == {}
     assert ask(client, "run", run="adding")["steps"]["train"] == [1, 2, 3]
-    run.truncate_after(1)
+    run.delete_after(1)
     assert not run.token_columns_path(2).exists()
 
 

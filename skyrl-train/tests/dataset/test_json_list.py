@@ -10,7 +10,7 @@ from skyrl_train.dataset import json_list
 
 
 def read(text: str) -> list[object]:
-    return list(json_list.items_of_list(io.StringIO(text)))
+    return list(json_list.iter_list_items(io.StringIO(text)))
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 64, 1 << 20])
@@ -55,5 +55,5 @@ def test_reading_stops_at_invalid_item(monkeypatch):
     monkeypatch.setattr(json_list, "_BLOCK", 64)
     file = io.StringIO('[{"a": nonsense}' + " " * 10_000)
     with pytest.raises(ValueError, match="item 0"):
-        list(json_list.items_of_list(file))
+        list(json_list.iter_list_items(file))
     assert file.tell() == 64

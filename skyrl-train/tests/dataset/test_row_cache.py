@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from skyrl_gym.chat.template import ChatTemplate
 from skyrl_train.config.supervised import SupervisedDataConfig
 from skyrl_train.dataset import PromptDataset, fingerprint
-from skyrl_train.dataset.cache import in_threads
+from skyrl_train.dataset.cache import map_in_threads
 from skyrl_train.dataset.sources import FileSource
 from skyrl_train.dataset.supervised import Encoder, Example, SupervisedDataset
 from skyrl_train.errors import DataError
@@ -125,8 +125,8 @@ def letter_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("changed", ["library", "code", "day"])
 def test_version_code_and_day_change_fingerprint(monkeypatch, changed):
     chat = ChatTemplate(word_tokenizer(template=TEMPLATE + "{{ strftime_now('%d') }}"))
-    before = fingerprint.rows_fingerprint("content", chat, {}, [])
-    assert fingerprint.rows_fingerprint("content", chat, {}, []) == before
+    before = fingerprint.compute_rows_fingerprint("content", chat, {}, [])
+    assert fingerprint.compute_rows_fingerprint("content", chat, {}, []) == before
     code: list[str] = []
     if changed == "library":
         monkeypatch.setattr(fingerprint, "version", lambda name: "9.9")
@@ -135,11 +135,11 @@ def test_version_code_and_day_change_fingerprint(monkeypatch, changed):
     else:
         tomorrow = datetime.date.today() + datetime.timedelta(days=1)
         monkeypatch.setattr(fingerprint, "date", type("date", (), {"today": staticmethod(lambda: tomorrow)}))
-    after = fingerprint.rows_fingerprint("content", chat, {}, code)
+    after = fingerprint.compute_rows_fingerprint("content", chat, {}, code)
     assert after != before
     plain = ChatTemplate(word_tokenizer())  # does not write the date
-    assert changed != "day" or fingerprint.rows_fingerprint("content", plain, {}, code) == (
-        monkeypatch.undo() or fingerprint.rows_fingerprint("content", plain, {}, code)
+    assert changed != "day" or fingerprint.compute_rows_fingerprint("content", plain, {}, code) == (
+        monkeypatch.undo() or fingerprint.compute_rows_fingerprint("content", plain, {}, code)
     )
 
 
@@ -303,7 +303,7 @@ def test_threads_buffer_few_items_and_keep_order():
             taken += 1
             yield number
 
-    for given, number in enumerate(in_threads(lambda number: number, items(), 3)):
+    for given, number in enumerate(map_in_threads(lambda number: number, items(), 3)):
         assert number == given
         most = max(most, taken - given)
     assert most <= 3 + 2
@@ -350,9 +350,10 @@ def test_cached_data_digest_matches_items(tmp_path, monkeypatch):
     assert describe_data(Rows([(Example([1, 2], [0, 1]),)])) == "1 rows (cdd4c2de6698)"
     assert data_digest(prompts(limit=3)) == data_digest(Rows(items(prompts(limit=3)))) != first
     assert data_digest(prompts(Louder)) == data_digest(Rows(items(prompts(Louder)))) != first
-    assert prompts().distinct_values("prompt") == [[{"role": "user", "content": text}] for text in ("a", "b c d", "e")]
+    messages = [[{"role": "user", "content": text}] for text in ("a", "b c d", "e")]
+    assert prompts().find_distinct_values("prompt") == messages
     monkeypatch.setattr(PromptDataset, "__getitem__", None)  # no row is read for what is known
-    assert data_digest(prompts()) == first and len(prompts().distinct_values("prompt")) == 3
+    assert data_digest(prompts()) == first and len(prompts().find_distinct_values("prompt")) == 3
 
 
 def test_span_mask_matches_token_loop():

@@ -88,7 +88,7 @@ def test_alpaca_row_becomes_user_and_assistant_message(tokenizer, tmp_path):
 def test_alpaca_rows_are_plain_text_without_chat_template(chat_model):
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
     tokenizer.chat_template = None
-    (example,) = Encoder(tokenizer, SupervisedDataConfig()).question_and_answer("Add.", "3")
+    (example,) = Encoder(tokenizer, SupervisedDataConfig()).encode_prompt_and_response("Add.", "3")
     assert tokenizer.decode(example.ids) == "Add.\n\n3<end>"
     assert learnt(tokenizer, example) == "3<end>"
 

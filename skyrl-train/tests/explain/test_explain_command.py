@@ -15,14 +15,14 @@ from skyrl_gym import waits
 from skyrl_gym.waits import end_run, read_records, waiting
 from skyrl_inspect.explain.__main__ import main
 from skyrl_inspect.explain.evidence import ELSEWHERE, GONE, observe
-from skyrl_train.utils.explanations import record_waits
+from skyrl_train.utils.explanations import start_recording_waits
 
 HANGS = """
 import sys, time
 from pathlib import Path
 from skyrl_gym.waits import waiting
-from skyrl_train.utils.explanations import record_waits
-record_waits(Path(sys.argv[1]))
+from skyrl_train.utils.explanations import start_recording_waits
+start_recording_waits(Path(sys.argv[1]))
 with waiting("phase generate"), waiting("the reply", on="http://judge:1/v1"):
     print("ready", flush=True); time.sleep(60)
 """
@@ -85,7 +85,7 @@ def test_killed_run_shows_last_waits_until_next_start(
     shown = capsys.readouterr().out
     assert "No process of this run is alive: it was killed" in shown
     assert f"1. trainer (pid {hanging_run.pid}) is dead; its last wait: the reply, waiting for http://judge" in shown
-    record_waits(tmp_path / "run")
+    start_recording_waits(tmp_path / "run")
     assert [record.facts["pid"] for record in read_records(tmp_path / "run" / "waits")] == [os.getpid()]
     end_run()
     assert not (tmp_path / "run" / "waits").exists()
@@ -108,7 +108,7 @@ def test_process_of_other_machine_is_shown_with_host(
 ):
     with monkeypatch.context() as there:
         there.setattr("socket.gethostname", lambda: "node-7")
-        record_waits(tmp_path)
+        start_recording_waits(tmp_path)
     with waiting("the next group"):
         assert main([str(tmp_path)]) == 0
     assert "on node-7, not seen from here" in capsys.readouterr().out
@@ -127,7 +127,7 @@ def test_read_only_folder_is_explained_on_console(
 
 def test_process_without_handler_is_not_signalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The signal would end it."""
-    record_waits(tmp_path)
+    start_recording_waits(tmp_path)
     monkeypatch.setattr(waits, "SIGNAL", signal.SIGRTMAX)
     waits.note(signal=int(signal.SIGRTMAX))
     [process] = observe(tmp_path).processes

@@ -32,7 +32,7 @@ from skyrl_train.inference_engines.server_child import ServerChild
 from skyrl_train.orchestration.colocation import Colocation, ColocationError
 from skyrl_train.training_backends.checkpoint import write_state
 from skyrl_train.utils import explanations
-from skyrl_train.utils.explanations import record_waits
+from skyrl_train.utils.explanations import start_recording_waits
 from skyrl_train.utils.io import FileRecord
 from skyrl_train.utils.shared_download import SharedDownload
 from skyrl_train_testing.rank_processes import ForkedRanks
@@ -49,7 +49,7 @@ EXPLAINED_SECONDS = 30.0
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A run folder in which this process records its waits, as the trainer."""
     monkeypatch.setattr(explanations, "_state", explanations._State())
-    record_waits(tmp_path)
+    start_recording_waits(tmp_path)
     yield tmp_path
     end_run()
 
@@ -193,7 +193,7 @@ def test_lock_held_by_other_process_is_found(
     source.mkdir()
     (source / "x").write_bytes(content)
     ranks = start_ranks(1)
-    monkeypatch.setattr("skyrl_train.utils.shared_download.fetch_files", lambda *args: None)
+    monkeypatch.setattr("skyrl_train.utils.shared_download.download_files", lambda *args: None)
     copy = SharedDownload(source, {"x": FileRecord(1, "0")})
     copy.release()
     copy.folder.mkdir()

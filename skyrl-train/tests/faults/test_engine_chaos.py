@@ -250,8 +250,8 @@ async def test_engine_without_weights_ends_run(lie, message, start_run, prompt, 
     if "adapter" in lie:
         trainer_changes["policy"] = {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e-2}}
         generator |= {"weight_sync_strategy": "adapter"}
-    factory = entry.engine_factory
-    monkeypatch.setattr(entry, "engine_factory", lambda *a, **k: partial(lying, factory(*a, **k), lie))
+    factory = entry.build_engine_factory
+    monkeypatch.setattr(entry, "build_engine_factory", lambda *a, **k: partial(lying, factory(*a, **k), lie))
     async with start_run(tmp_path, script(prompt), trainer=trainer_changes, generator=generator) as trainer:
         with pytest.raises(WeightSyncError, match=message):
             await trainer.train()

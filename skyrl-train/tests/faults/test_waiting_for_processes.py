@@ -14,7 +14,7 @@ import ray
 
 from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
 from skyrl_train.orchestration.ray_launcher import WorkerProcess
-from skyrl_train.utils.ray_calls import Call, answer_of, answers_of, end_actors, wait_for_all
+from skyrl_train.utils.ray_calls import Call, gather_results, stop_actors, wait_for_all, wait_for_result
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -53,7 +53,7 @@ def call(reference: Any, number: int = 0, log: str | Path = "nowhere.log") -> Ca
 def test_results_are_in_call_order(actors: list[Any]):
     calls = [call(actors[0].answer.remote("slow", 0.3)), call(actors[1].answer.remote("fast"), 1)]
     assert wait_for_all(calls, 30) == ["slow", "fast"]
-    assert asyncio.run(answers_of([], 1)) == []
+    assert asyncio.run(gather_results([], 1)) == []
 
 
 def test_timeout_names_process_and_setting(actors: list[Any], tmp_path: Path):
@@ -66,7 +66,7 @@ def test_timeout_names_process_and_setting(actors: list[Any], tmp_path: Path):
     assert str(error.value).startswith("worker 1 did not answer within 1 s (trainer.patience)")
     assert "first line\nwaiting for peer" in str(error.value)
     with pytest.raises(WorkerError, match=r"worker 1 did not answer within 0.1 s \(generator.patience\)"):
-        asyncio.run(answer_of(call(actors[1].answer.remote(2, 1.0), 1), 0.1, "generator.patience"))
+        asyncio.run(wait_for_result(call(actors[1].answer.remote(2, 1.0), 1), 0.1, "generator.patience"))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_timeout_names_process_and_setting(actors: list[Any], tmp_path: Path):
 def test_errors_come_through_and_say_where(actors: list[Any], raised: Exception, expected: type, words: str):
     for wait in (
         lambda c: wait_for_all([c], 30),
-        lambda c: asyncio.run(answer_of(c, 30, "x")),
+        lambda c: asyncio.run(wait_for_result(c, 30, "x")),
     ):
         with pytest.raises(expected) as error:
             wait(call(actors[0].fail.remote(raised)))
@@ -127,7 +127,7 @@ def test_crash_takes_precedence_over_peer_errors(ray_cpu: None):
     with pytest.raises(WorkerError, match=r"^worker 1 died: "):
         wait_for_all(calls, 60)
     with pytest.raises(WorkerError, match=r"^worker 1 died: "):
-        asyncio.run(answer_of(call(victim.answer.remote(1), 1), 60, "x"))
+        asyncio.run(wait_for_result(call(victim.answer.remote(1), 1), 60, "x"))
 
 
 def test_failed_process_start_reports_reason(ray_cpu: None):
@@ -150,18 +150,18 @@ def test_actors_exit_in_order_and_busy_actor_is_killed(ray_cpu: None, tmp_path: 
     idle, busy = make.remote(), make.remote()
     pids = ray.get([actor.write_at_exit.remote(tmp_path / name) for actor, name in ((idle, "idle"), (busy, "busy"))])
     busy.sleep.remote()
-    end_actors([idle, busy], timeout_seconds=3.0)
+    stop_actors([idle, busy], timeout_seconds=3.0)
     psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30)
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert [path.name for path in tmp_path.iterdir()] == ["idle"]
-    end_actors([idle])  # gone already
+    stop_actors([idle])  # gone already
 
 
 def test_cancelled_wait_leaves_no_thread(actors: list[Any]):
     """Else Ctrl-C would have to wait for the deadline of the call."""
 
     async def cancel_soon() -> None:
-        waiting = asyncio.create_task(answers_of([call(actors[0].answer.remote(1, 15.0))], 3600))
+        waiting = asyncio.create_task(gather_results([call(actors[0].answer.remote(1, 15.0))], 3600))
         await asyncio.sleep(0.3)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from skyrl_train.config import SkyRLConfig, validate_cfg
 from skyrl_train.config.engine_kinds import EngineRegistry, EngineTraits, register_engine
-from skyrl_train.entrypoints.engines import check_engines, engine_factory
+from skyrl_train.entrypoints.engines import build_engine_factory, check_engines
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import Completion, GenerationRequest, InferenceEngineInput
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
@@ -77,7 +77,7 @@ def test_registered_custom_engine_generates_for_client(tiny_model: str):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
 
     async def answers() -> Any:
-        client = InferenceEngineClient([engine_factory(cfg, "cpu")()], tokenizer, cfg)
+        client = InferenceEngineClient([build_engine_factory(cfg, "cpu")()], tokenizer, cfg)
         try:
             prompts = [[1, 2, 3], [4, 5]]
             return await client.generate_batch(

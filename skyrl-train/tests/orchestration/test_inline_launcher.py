@@ -150,7 +150,7 @@ def test_gpu_random_state_is_swapped():
     torch.cuda.manual_seed(1)
     outside = torch.cuda.get_rng_state()
     own = RandomState("cuda")
-    with own.swapped_in():
+    with own.activate():
         first = torch.rand(3, device="cuda")
     assert torch.equal(torch.cuda.get_rng_state(), outside)
     fresh = torch.Generator("cuda")

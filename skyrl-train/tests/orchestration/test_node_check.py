@@ -136,7 +136,7 @@ os.environ |= dict(RAY_ENABLE_UV_RUN_RUNTIME_ENV="0", RAY_AUTH_MODE="disabled")
 import ray
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.utils.ray_cluster import worker_environment
+from skyrl_train.utils.ray_cluster import build_worker_environment
 from skyrl_train.orchestration.bundles import nodes_of_bundles, reserve_bundles
 from skyrl_train.orchestration.node_check import check_nodes
 
@@ -145,7 +145,7 @@ for name in ("runs", "runs of the other node"):
     (folder / name).mkdir()
 cfg = SkyRLConfig.from_dict({"trainer": {"run_dir": str(folder / "runs" / "first")}})
 ray.init(num_cpus=1, include_dashboard=False, _temp_dir=sys.argv[2], log_to_driver=False, _node_ip_address="127.0.0.1",
-         object_store_memory=100 << 20, runtime_env={"env_vars": worker_environment()})
+         object_store_memory=100 << 20, runtime_env={"env_vars": build_worker_environment()})
 address = ray.get_runtime_context().gcs_address
 # `ray start` notes the cluster's address below /tmp/ray, where every program on the machine looks: hide that, too.
 mount = "mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray"

@@ -16,21 +16,21 @@ from skyrl_inspect.plan.report import format_comparison
 from skyrl_train.errors import WorkerError, WorkerMemoryError
 from skyrl_train.orchestration.process_ranks import ProcessRanks
 from skyrl_train.trainer import RayPPOTrainer
-from skyrl_train.utils.call_errors import failure_of
+from skyrl_train.utils.call_errors import build_failure
 from skyrl_train.utils.memory_peaks import MemoryPeaks
 
 
 def test_phase_peak_is_concurrent_memory():
     peaks = MemoryPeaks(torch.device("cpu"))
-    with peaks.measuring("large"):
+    with peaks.measure("large"):
         held = torch.ones(20_000_000)  # 80 MB
         del held
-    with peaks.measuring("small"):
+    with peaks.measure("small"):
         torch.ones(1000)
-    taken = peaks.take()
+    taken = peaks.reset()
     assert 75e6 < taken["large"] < 90e6
     assert taken["small"] < 20e6  # the peak before does not count
-    assert peaks.take() == {}
+    assert peaks.reset() == {}
 
 
 def test_peak_excludes_malloc_cache_and_shared_memory():
@@ -42,21 +42,21 @@ def test_peak_excludes_malloc_cache_and_shared_memory():
     blocks = [torch.ones(10_000) for _ in range(1500)]  # 60 MB in blocks that come from the heap
     last = torch.ones(10_000)  # above them, so that free does not shrink it
     del blocks
-    with peaks.measuring("train"):
+    with peaks.measure("train"):
         shared = torch.ones(20_000_000, dtype=torch.uint8).share_memory_()
         shared += 1
         own = torch.ones(5_000_000)  # 20 MB
     assert own.sum() + last.sum() > 0
-    assert 15e6 < peaks.take()["train"] < 45e6, "its own 20 MB, and those of `shared` before it was shared"
+    assert 15e6 < peaks.reset()["train"] < 45e6, "its own 20 MB, and those of `shared` before it was shared"
 
 
 def test_peak_includes_phase_out_of_memory():
     peaks = MemoryPeaks(torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="allocate"), peaks.measuring("train"):
+    with pytest.raises(RuntimeError, match="allocate"), peaks.measure("train"):
         held = torch.ones(20_000_000)
         torch.empty(1 << 60, dtype=torch.uint8)
     del held
-    assert peaks.take()["train"] > 75e6
+    assert peaks.reset()["train"] > 75e6
 
 
 def _torch_error() -> BaseException:
@@ -73,8 +73,8 @@ def _torch_error() -> BaseException:
     ids=["python", "cuda", "cpu"],
 )
 def test_exhausted_memory_raises_worker_memory_error(cause: BaseException):
-    assert isinstance(failure_of(cause, "policy worker 0", "no.log"), WorkerMemoryError)
-    assert type(failure_of(RuntimeError("no"), "policy worker 0", "no.log")) is WorkerError
+    assert isinstance(build_failure(cause, "policy worker 0", "no.log"), WorkerMemoryError)
+    assert type(build_failure(RuntimeError("no"), "policy worker 0", "no.log")) is WorkerError
 
 
 @pytest.mark.process

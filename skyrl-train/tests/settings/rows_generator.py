@@ -10,8 +10,8 @@ from effects import All, Bench, Row, Settings, error, metrics, of_run, trajector
 from rows_trainer import EVALUATION, evaluations, pauses, quiet
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.entrypoints.endpoint import endpoint_of
-from skyrl_train.entrypoints.engines import engine_factory, remote_api_key
+from skyrl_train.entrypoints.endpoint import build_endpoint
+from skyrl_train.entrypoints.engines import build_engine_factory, read_remote_api_key
 from skyrl_train.generators import skyrl_gym_generator
 from skyrl_train.inference_engines.engine_settings import EngineSettings
 from skyrl_train.inference_engines.sglang.arguments import build_server_arguments
@@ -45,7 +45,7 @@ EVALUATED = EVALUATION | {"generator.eval_sampling_params.temperature": 1.0, "tr
 
 def native(bench: Bench, settings: Settings) -> Any:
     """Keywords of the native engine."""
-    return engine_factory(bench.config(settings), "cpu").keywords
+    return build_engine_factory(bench.config(settings), "cpu").keywords
 
 
 def vllm(bench: Bench, settings: Settings) -> Any:
@@ -74,7 +74,7 @@ def every_engine(bench: Bench, settings: Settings) -> Any:
 
 
 def _engine_settings(config: SkyRLConfig) -> EngineSettings:
-    given = dict(engine_factory(config, "cuda").keywords)
+    given = dict(build_engine_factory(config, "cuda").keywords)
     for name in ("control_timeout_seconds", "start_timeout_seconds", "request_timeout_seconds"):
         given.pop(name, None)
     return EngineSettings.from_keywords(given.pop("model_path"), given)
@@ -118,7 +118,7 @@ def endpoint(bench: Bench, settings: Settings) -> Any:
     run = bench.run({})
     assert run.experiment is not None and run.experiment.trainer is not None
     client = run.experiment.trainer.inference_engine_client
-    server = endpoint_of(bench.config(settings), client, run.experiment.tokenizer)
+    server = build_endpoint(bench.config(settings), client, run.experiment.tokenizer)
     return server._port, server.frontend.model_names, server.frontend._max_requests
 
 
@@ -130,7 +130,7 @@ def has_key(bench: Bench, settings: Settings) -> Any:
     key = bench.folder / "key.txt"
     key.write_text("a-key-of-some-length")
     key.chmod(0o600)
-    return remote_api_key(bench.config(settings).generator) is not None
+    return read_remote_api_key(bench.config(settings).generator) is not None
 
 
 def retries(bench: Bench, settings: Settings) -> Any:
@@ -145,7 +145,7 @@ def restarts(bench: Bench, settings: Settings) -> Any:
 
 ROWS = [
     Row("generator.task", "{folder}/no_task.yaml", error),
-    Row("generator.backend", "sglang", lambda bench, given: str(engine_factory(bench.config(given), "cpu").func)),
+    Row("generator.backend", "sglang", lambda bench, given: str(build_engine_factory(bench.config(given), "cpu").func)),
     Row("generator.run_engines_locally", False, error, {**REMOTE, "generator.run_engines_locally": True}),
     Row("generator.remote_inference_engine_urls", ["127.0.0.1:2"], error, REMOTE),
     Row("generator.remote_inference_engine_api_key_file", "{folder}/key.txt", has_key, REMOTE),

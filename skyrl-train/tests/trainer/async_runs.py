@@ -73,7 +73,7 @@ def trained_samples(cfg: SkyRLConfig) -> Counter[tuple[str, int]]:
     folder = RunFolder(cfg.trainer.run_dir)
     return Counter(
         (row["uid"].partition("#")[0], row["sample"])
-        for file in folder.trajectory_files()
+        for file in folder.list_trajectory_files()
         if file.phase == "train"
         for row in folder.read_trajectories(file.step, file.phase)
         if row.get("is_last_step", True)
@@ -85,7 +85,7 @@ def trained_tokens(cfg: SkyRLConfig) -> Counter[tuple[str, int]]:
     folder = RunFolder(cfg.trainer.run_dir)
     return Counter(
         (row["uid"].partition("#")[0], row["sample"])
-        for file in folder.trajectory_files()
+        for file in folder.list_trajectory_files()
         if file.phase == "train"
         for row in folder.read_trajectories(file.step, file.phase)
         if any(row["tokens"]["loss_mask"])
@@ -95,7 +95,7 @@ def trained_tokens(cfg: SkyRLConfig) -> Counter[tuple[str, int]]:
 def trained_ages(cfg: SkyRLConfig) -> set[int]:
     """Ages in steps of all tokens that the run trained on."""
     folder, ages = RunFolder(cfg.trainer.run_dir), set[int]()
-    for file in folder.trajectory_files():
+    for file in folder.list_trajectory_files():
         for row in folder.read_trajectories(file.step, file.phase) if file.phase == "train" else []:
             pairs = zip(row["tokens"]["loss_mask"], row["tokens"]["weight_versions"], strict=True)
             ages |= {file.step - 1 - version for mask, version in pairs if mask}

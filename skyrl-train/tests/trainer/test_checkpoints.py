@@ -18,7 +18,7 @@ from skyrl_train.checkpoints import (
 from skyrl_train.config import TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, WorkerError
 from skyrl_train.training_backends.checkpoint import WrittenFiles
-from skyrl_train.utils.io import FileRecord, sha256_of
+from skyrl_train.utils.io import FileRecord, compute_sha256
 from skyrl_train.utils.storage import Place
 
 
@@ -77,7 +77,7 @@ def test_checkpoints_are_ordered_by_step_not_by_name(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize("stage", ["mkdir", "content", "sha256_of", "manifest", "rename", "fsync_folder"])
+@pytest.mark.parametrize("stage", ["mkdir", "content", "compute_sha256", "manifest", "rename", "fsync_folder"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_failure_at_any_stage_leaves_earlier_checkpoints_intact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException
@@ -97,7 +97,7 @@ def test_failure_at_any_stage_leaves_earlier_checkpoints_intact(
         elif stage == "content":
             patch.setattr(Path, "write_text", fail)
         else:
-            patch.setattr(checkpoints if stage == "sha256_of" else whole_folders, stage, fail)
+            patch.setattr(checkpoints if stage == "compute_sha256" else whole_folders, stage, fail)
         expected = CheckpointError if isinstance(error, OSError) else KeyboardInterrupt
         with pytest.raises(expected) as raised:
             write(store, 2, content)
@@ -129,7 +129,7 @@ def written(folder: Path, node: str, **sizes: int) -> WrittenFiles:
     folder.mkdir(parents=True, exist_ok=True)
     for name, size in sizes.items():
         (folder / name).write_bytes(b"x" * size)
-    return WrittenFiles(node, {name: FileRecord(size, sha256_of(folder / name)) for name, size in sizes.items()})
+    return WrittenFiles(node, {name: FileRecord(size, compute_sha256(folder / name)) for name, size in sizes.items()})
 
 
 def test_checkpoint_is_sealed_when_driver_sees_files_of_every_rank(tmp_path: Path):

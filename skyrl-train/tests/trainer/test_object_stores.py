@@ -28,8 +28,16 @@ from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.training_backends.checkpoint import WrittenFiles
 from skyrl_train.training_run import load_group
 from skyrl_train.utils import shared_download
-from skyrl_train.utils.io import FileRecord, sha256_of
-from skyrl_train.utils.storage import location, names_in, publishing, read_text, sizes_in, write_durably, write_whole
+from skyrl_train.utils.io import FileRecord, compute_sha256
+from skyrl_train.utils.storage import (
+    list_names,
+    list_sizes,
+    location,
+    publishing,
+    read_text,
+    write_durably,
+    write_whole,
+)
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train_testing.object_store import ObjectStore
 from skyrl_train_testing.rank_processes import ForkedRanks
@@ -61,7 +69,7 @@ def record_of(content: bytes) -> FileRecord:
     path = folder / f"content_{os.getpid()}"
     path.write_bytes(content)
     try:
-        return FileRecord(len(content), sha256_of(path))
+        return FileRecord(len(content), compute_sha256(path))
     finally:
         path.unlink()
 
@@ -76,7 +84,7 @@ def latest(path: str | None = None) -> TrainerConfig:
 
 def local_files(checkpoint: Checkpoint) -> dict[str, int]:
     with checkpoint.local_copy(without=[]) as copy:
-        return sizes_in(copy)
+        return list_sizes(copy)
 
 
 # ---- the store
@@ -94,7 +102,7 @@ def test_checkpoint_consists_of_files_and_manifest(memory: str):
     assert found.records_of("policy") == {"rank_0": record_of(b"weights")}
     assert local_files(found).keys() == {"state.json", "policy/rank_0"}
     with found.local_copy(without=["policy"]) as copy:
-        assert sizes_in(copy).keys() == {"state.json"}, "files of a model are fetched by its ranks"
+        assert list_sizes(copy).keys() == {"state.json"}, "files of a model are fetched by its ranks"
 
 
 @pytest.mark.parametrize("error", [OSError("the store refuses"), KeyboardInterrupt()])
@@ -104,7 +112,7 @@ def test_failed_write_leaves_no_objects(memory: str, error: BaseException):
     with pytest.raises((CheckpointError, KeyboardInterrupt)), store.writing(2) as draft:
         write_durably(draft.shared / "policy" / "rank_0", b"x")
         raise error
-    assert names_in(location(memory)) == ["global_step_1", "latest_ckpt_global_step.txt"]
+    assert list_names(location(memory)) == ["global_step_1", "latest_ckpt_global_step.txt"]
 
 
 def test_partial_upload_of_killed_run_is_hidden_and_deleted_at_next_write(memory: str):
@@ -115,7 +123,7 @@ def test_partial_upload_of_killed_run_is_hidden_and_deleted_at_next_write(memory
     assert steps_in(memory) == ["global_step_1"]
     write(store, 2)
     assert steps_in(memory) == ["global_step_1", "global_step_2"]
-    assert names_in(location(memory)) == [
+    assert list_names(location(memory)) == [
         "global_step_1", "global_step_2", "latest_ckpt_global_step.txt", "notes_of_the_user",
     ]  # fmt: skip
     assert local_files(store.find(latest()) or pytest.fail()) == {"state.json": 11, "policy/rank_0": 7}
@@ -126,7 +134,7 @@ def test_checkpoint_is_not_sealed_when_rank_file_is_missing(memory: str):
     refused = pytest.raises(CheckpointError, match=r"policy rank 0 on node node-b wrote rank_0 \(7 bytes\)")
     with refused, store.writing(1) as draft:
         draft.add("policy", [WrittenFiles("node-b", {"rank_0": record_of(b"weights")})])
-    assert names_in(location(memory)) == []
+    assert list_names(location(memory)) == []
 
 
 def test_old_checkpoints_are_removed_and_later_checkpoints_renamed(memory: str):
@@ -156,7 +164,9 @@ def test_kill_during_rename_leaves_complete_checkpoint(memory: str, monkeypatch:
                 stops(patch, files, name, left)
             with suppress(KeyboardInterrupt):
                 store.rename_later(None)
-        whole = [name for name in names_in(location(memory)) if "manifest.json" in names_in(location(memory) / name)]
+        whole = [
+            name for name in list_names(location(memory)) if "manifest.json" in list_names(location(memory) / name)
+        ]
         assert whole, f"nothing is left after {num_calls} calls"
         for name in whole:
             verify(f"{memory}/{name}")
@@ -198,7 +208,7 @@ def test_export_replaces_config_last(memory: str):
         with publishing(place, seal="config.json") as draft:
             for name in names:
                 (draft.local / name).write_text("x")
-    assert names_in(place) == ["config.json", "new"]
+    assert list_names(place) == ["config.json", "new"]
 
 
 # ---- settings
@@ -321,7 +331,7 @@ async def test_ranks_upload_own_files_and_download_each_file_once(
         assert list(copies.iterdir()) == []
 
         victim = found.folder / "policy" / sorted(names[1])[-1]
-        size = sizes_in(found.folder / "policy")[victim.name]
+        size = list_sizes(found.folder / "policy")[victim.name]
         write_whole(victim, b"x" * size)
         way_out = f"resume_path={bucket}/global_step_2"
         with pytest.raises(CheckpointError, match=f"{victim.name} is not what was written.*{way_out}"):
@@ -340,7 +350,7 @@ def test_run_resumes_bitwise_from_object_store(s3: ObjectStore, bucket: str, set
     cfg = settings(tmp_path / "whole", {"trainer": IN_STORE | places})
     run(cfg)
     assert steps_in(places["ckpt_path"]) == ["global_step_1", "global_step_2"]
-    exported = sizes_in(location(places["export_path"]))
+    exported = list_sizes(location(places["export_path"]))
     assert {"global_step_2/policy/config.json", "global_step_2/policy/model.safetensors"} <= exported.keys()
     assert "dumped_data/global_step_2_training_input.pkl" in exported
     resumed = settings(
@@ -390,12 +400,12 @@ def test_run_killed_during_upload_resumes_from_previous_checkpoint(
     begun = location(bucket) / "global_step_2"
     process, log = start(cfg, s3)
     deadline = time.monotonic() + 120
-    while not sizes_in(begun):
+    while not list_sizes(begun):
         assert process.is_alive() and time.monotonic() < deadline, log.read_text()[-4000:]
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    assert "manifest.json" not in sizes_in(begun), "killed too late: no proof"
+    assert "manifest.json" not in list_sizes(begun), "killed too late: no proof"
     assert steps_in(bucket) == ["global_step_1"]
     finish(cfg, s3)
     assert "resumed after step 1" in log.read_text()

@@ -31,7 +31,7 @@ def folders(settings, run, merged, tmp_path_factory) -> dict[str, RunFolder]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_run_folder_has_training_columns_of_each_token(folders, name):
-    for file in folders[name].trajectory_files():
+    for file in folders[name].list_trajectory_files():
         rows = folders[name].read_trajectories(file.step, "train")
         columns = [row for _, row in read_json_lines(folders[name].token_columns_path(file.step))]
         assert [row["uid"] for row in columns] == [row["uid"] for row in rows]

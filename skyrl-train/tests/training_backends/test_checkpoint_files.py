@@ -13,7 +13,7 @@ from skyrl_train.errors import CheckpointError
 from skyrl_train.training_backends import checkpoint
 from skyrl_train.training_backends.checkpoint import StateFiles, write_state
 from skyrl_train.utils import storage
-from skyrl_train.utils.io import FileRecord, sha256_of
+from skyrl_train.utils.io import FileRecord, compute_sha256
 
 TENSORS = {f"layer.{i}.weight": torch.full((64, 16 + i), float(i)) for i in range(9)} | {"step": torch.tensor(3.0)}
 
@@ -28,7 +28,7 @@ def test_ranks_split_tensors_and_hash_written_files(tmp_path: Path, monkeypatch:
     reports = write(tmp_path, num_ranks)
     records = {name: record for report in reports for name, record in report.files.items()}
     assert sum(len(report.files) for report in reports) == len(records), "no file has two writers"
-    assert records == {p.name: FileRecord(p.stat().st_size, sha256_of(p)) for p in tmp_path.iterdir()}
+    assert records == {p.name: FileRecord(p.stat().st_size, compute_sha256(p)) for p in tmp_path.iterdir()}
     held = [set(load_file(path)) for path in tmp_path.glob("state_*.safetensors")]
     assert sum(len(names) for names in held) == len(TENSORS) and set.union(*held) == set(TENSORS)
     assert all(path.stat().st_size < 2 * 10_000 for path in tmp_path.glob("state_*"))

@@ -7,7 +7,7 @@ import threading
 import pytest
 from loguru import logger
 
-from skyrl_train.utils.async_blocks import first_error, thread_beside
+from skyrl_train.utils.async_blocks import raise_first_error, run_thread_during
 
 
 def test_block_error_is_raised_and_thread_error_logged():
@@ -15,7 +15,7 @@ def test_block_error_is_raised_and_thread_error_logged():
         raise OSError(28, "No space left on device")
 
     async def run(error: Exception | None) -> None:
-        async with thread_beside(write, "writing of step 3"):
+        async with run_thread_during(write, "writing of step 3"):
             await asyncio.sleep(0.001)
             if error is not None:
                 raise error
@@ -43,7 +43,7 @@ def test_twice_cancelled_block_waits_for_thread(in_block: bool):
         has_ended.set()
 
     async def block() -> None:
-        async with thread_beside(write, "writing"):
+        async with run_thread_during(write, "writing"):
             await asyncio.sleep(60 if in_block else 0)
 
     async def run() -> None:
@@ -72,7 +72,7 @@ def test_first_task_group_error_keeps_cause_and_context():
             raise RuntimeError("my filter failed")  # noqa: B904
 
     async def run(with_cause: bool, in_block: bool) -> None:
-        with first_error():
+        with raise_first_error():
             async with asyncio.TaskGroup() as tasks:
                 if in_block:
                     await fail(with_cause)

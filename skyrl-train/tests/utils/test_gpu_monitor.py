@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.utils.gpu_monitor import GpuMonitor, host_memory, load_metrics, start_monitor
+from skyrl_train.utils.gpu_monitor import GpuMonitor, load_metrics, measure_host_memory, start_monitor
 
 
 def script(folder: Path, lines: str) -> str:
@@ -19,13 +19,13 @@ def test_monitor_returns_mean_since_last_call(tmp_path: Path):
     lines = [f"echo x >> {count}", f'echo "$(($(wc -l < {count}) * 10)), 1024"', f'echo "$@" > {count}.args']
     program = script(tmp_path, "\n".join(lines))
     monitor = GpuMonitor("GPU-7", program)
-    assert monitor.take() == {}
+    assert monitor.get_means() == {}
     assert monitor.sample()
     assert monitor.sample()
-    load = monitor.take()
+    load = monitor.get_means()
     assert load["gpu_utilization_percent"] == 15.0
     assert load["gpu_memory_gb"] == pytest.approx(1.073741824)
-    assert monitor.take() == {}
+    assert monitor.get_means() == {}
     assert (tmp_path / "count.args").read_text().split()[:2] == ["-i", "GPU-7"]
 
 
@@ -41,7 +41,7 @@ def test_monitor_is_not_started_without_gpu_or_program(tmp_path: Path, monkeypat
 
 
 def test_host_memory_is_below_machine_memory():
-    assert 0 < host_memory()["host_memory_gb"] < 100_000
+    assert 0 < measure_host_memory()["host_memory_gb"] < 100_000
 
 
 def test_metrics_have_mean_and_maximum_over_ranks():

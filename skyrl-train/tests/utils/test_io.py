@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.utils.io import expand_path, is_cloud_path, remove_leftovers, sha256_of, write_atomically
+from skyrl_train.utils.io import compute_sha256, expand_path, is_cloud_path, remove_leftovers, write_atomically
 
 
 def test_file_is_replaced_atomically(tmp_path: Path):
@@ -89,4 +89,4 @@ def test_cloud_path_is_rejected_as_local_folder():
 
 def test_sha256_matches_content(tmp_path: Path):
     (tmp_path / "empty").touch()
-    assert sha256_of(tmp_path / "empty") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    assert compute_sha256(tmp_path / "empty") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"

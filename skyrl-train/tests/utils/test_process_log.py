@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.utils.process_log import log_level, log_tail
+from skyrl_train.utils.process_log import log_level, read_log_tail
 
 TALKATIVE = """
 import ctypes, os, subprocess, sys
@@ -41,7 +41,7 @@ def test_process_log_captures_all_output(tmp_path: Path):
     header, *lines = path.read_text().splitlines()
     assert header.startswith("=== process ")
     assert lines[:5] == ["from Python", "an error", "from below Python", "from a child", "from C"]
-    assert log_tail(path, num_lines=1) == "ValueError: the end"
+    assert read_log_tail(path, num_lines=1) == "ValueError: the end"
 
 
 def test_restarted_process_appends_with_new_header(tmp_path: Path):
@@ -54,14 +54,14 @@ def test_restarted_process_appends_with_new_header(tmp_path: Path):
 def test_tail_returns_last_lines_of_arbitrary_bytes(tmp_path: Path):
     path = tmp_path / "a.log"
     path.write_bytes(b"x" * 10**6 + b"\n" + b"\n".join(b"line %d \xff" % i for i in range(100)))
-    assert log_tail(path, 2) == "line 98 �\nline 99 �"
-    assert len(log_tail(path).splitlines()) == 30
+    assert read_log_tail(path, 2) == "line 98 �\nline 99 �"
+    assert len(read_log_tail(path).splitlines()) == 30
 
 
 def test_missing_or_empty_log_is_reported(tmp_path: Path):
-    assert log_tail(tmp_path / "a.log") == f"(no log at {tmp_path / 'a.log'})"
+    assert read_log_tail(tmp_path / "a.log") == f"(no log at {tmp_path / 'a.log'})"
     (tmp_path / "b.log").touch()
-    assert "is empty" in log_tail(tmp_path / "b.log")
+    assert "is empty" in read_log_tail(tmp_path / "b.log")
 
 
 @pytest.mark.parametrize("value, expected", [("", "INFO"), ("debug", "DEBUG"), ("WARNING", "WARNING")])

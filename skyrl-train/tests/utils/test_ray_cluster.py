@@ -5,7 +5,7 @@ from pathlib import Path
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.env_vars import FORWARDED_NAMES, FORWARDED_PREFIXES, NOT_FORWARDED, forwarded_environment
-from skyrl_train.utils.ray_cluster import warn_of_few_cpus, worker_environment
+from skyrl_train.utils.ray_cluster import build_worker_environment, warn_of_few_cpus
 
 INSTALL = Path(__file__).parents[3] / "INSTALL.md"
 
@@ -36,12 +36,12 @@ def test_workers_receive_forwarded_variables(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    environment = worker_environment()
+    environment = build_worker_environment()
     assert environment["NCCL_DEBUG"] == "INFO"
     assert environment["OMP_NUM_THREADS"] == "1"
     assert environment["GLIBC_TUNABLES"].startswith("glibc.malloc.trim_threshold=")
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-    assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    assert build_worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
 
 
 def test_install_page_lists_forwarded_variables():

@@ -35,7 +35,7 @@ def without_time(rows: list[dict]) -> list[dict]:
 
 def test_reading_run_creates_no_files(run: RunFolder):
     assert run.read_metrics() == []
-    assert run.trajectory_files() == []
+    assert run.list_trajectory_files() == []
     assert not run.path.exists()
 
 
@@ -92,7 +92,7 @@ def write_steps(run: RunFolder, steps: range) -> None:
 
 
 def contents(run: RunFolder) -> dict[str, bytes]:
-    return {file.path.name: file.path.read_bytes() for file in run.trajectory_files()}
+    return {file.path.name: file.path.read_bytes() for file in run.list_trajectory_files()}
 
 
 def test_run_resumed_from_step_2_equals_uninterrupted_run(tmp_path: Path):
@@ -100,7 +100,7 @@ def test_run_resumed_from_step_2_equals_uninterrupted_run(tmp_path: Path):
     write_steps(whole, range(1, 6))
     write_steps(resumed, range(1, 5))
     (resumed.trajectories_folder / ".train_step_000005.jsonl.00000000.partial").write_text("hal")
-    resumed.truncate_after(2)
+    resumed.delete_after(2)
     assert [row["step"] for row in resumed.read_metrics()] == [1, 2]
     write_steps(resumed, range(3, 6))
     assert without_time(resumed.read_metrics()) == without_time(whole.read_metrics())
@@ -109,7 +109,7 @@ def test_run_resumed_from_step_2_equals_uninterrupted_run(tmp_path: Path):
 
 
 def test_truncating_empty_run_does_nothing(run: RunFolder):
-    run.truncate_after(0)
+    run.delete_after(0)
     assert not run.path.exists()
 
 
@@ -117,7 +117,7 @@ def test_trajectories_are_listed_by_step_as_numbers(run: RunFolder):
     for step in (1_000_000, 999_999, 7):
         run.write_trajectories(step, "train", [{"reward": 1.0}])
     run.write_trajectories(7, "eval", [])
-    assert [(file.step, file.phase) for file in run.trajectory_files()] == [
+    assert [(file.step, file.phase) for file in run.list_trajectory_files()] == [
         (7, "eval"),
         (7, "train"),
         (999_999, "train"),
@@ -134,7 +134,7 @@ def test_oldest_training_steps_are_deleted_and_evaluations_kept(run: RunFolder):
     of_a_step = run.trajectories_path(1, "train").stat().st_size + run.token_columns_path(1).stat().st_size
     for max_bytes, kept in [(4 * of_a_step, [1, 2, 3, 4]), (4 * of_a_step - 1, [2, 3, 4]), (0, [4])]:
         run.delete_oldest_trajectories(max_bytes)
-        assert [file.step for file in run.trajectory_files() if file.phase == "train"] == kept
+        assert [file.step for file in run.list_trajectory_files() if file.phase == "train"] == kept
         assert len(list(run.trajectories_folder.glob("*_tokens.jsonl"))) == len(kept)
         assert run.trajectories_path(1, "eval").exists()
 
@@ -155,9 +155,9 @@ def test_compressed_trajectories_are_smaller_and_read_alike(tmp_path: Path):
         assert gzip.decompress(new.read_bytes()) == old.read_bytes() and 3 * new.stat().st_size < old.stat().st_size
     other = RunFolder(compressed.path)  # the setting was changed: nothing is there twice
     other.write_trajectories(1, "train", rows[:1])
-    assert [file.path.name for file in other.trajectory_files()] == ["train_step_000001.jsonl"]
+    assert [file.path.name for file in other.list_trajectory_files()] == ["train_step_000001.jsonl"]
     assert other.read_trajectories(1, "train") == rows[:1]
-    compressed.truncate_after(0)
+    compressed.delete_after(0)
     assert os.listdir(compressed.trajectories_folder) == []
 
 
@@ -219,7 +219,7 @@ def test_killed_run_keeps_all_reported_steps(tmp_path: Path):
         told = int(steps_told[-1])
         assert [row["step"] for row in run.read_metrics()][: told + 1] == list(range(told + 1))
         assert all(run.read_trajectories(step, "train")[0]["uid"] == "a" for step in range(told + 1))
-        run.truncate_after(4)
+        run.delete_after(4)
         assert sorted(path.name for path in run.path.rglob("*") if path.is_file()) == [
             "metrics.jsonl",
             *(f"train_step_{step:06d}.jsonl" for step in range(5)),

@@ -26,13 +26,13 @@ from skyrl_train.entrypoints.main_base import run_experiment
 from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils import run_owner
-from skyrl_train.utils.run_owner import LOCK, RECORD, owning_run
+from skyrl_train.utils.run_owner import LOCK, RECORD, acquire_run
 from skyrl_train_testing.tiny_runs import make_tiny_run
 
 DRIVER = """
 import sys
-from skyrl_train.utils.run_owner import owning_run
-with owning_run(*sys.argv[1:]):
+from skyrl_train.utils.run_owner import acquire_run
+with acquire_run(*sys.argv[1:]):
     print("owned", flush=True)
     sys.stdin.read()
 """
@@ -71,22 +71,22 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_second_driver_error_names_host_and_process(tmp_path: Path):
     with other_driver(tmp_path) as process:
-        with pytest.raises(ConfigError) as error, owning_run(tmp_path):
+        with pytest.raises(ConfigError) as error, acquire_run(tmp_path):
             pass
         for part in ("trainer.run_dir", str(tmp_path), os.uname().nodename, f"process {process.pid}"):
             assert part in str(error.value)
-    with owning_run(tmp_path), owning_run(tmp_path):  # killed: free at once; in one process it nests
+    with acquire_run(tmp_path), acquire_run(tmp_path):  # killed: free at once; in one process it nests
         assert json.loads((tmp_path / RECORD).read_text())["pid"] == os.getpid()
     assert not (tmp_path / RECORD).exists()
 
 
 def test_external_checkpoint_folder_is_owned(tmp_path: Path):
     with other_driver(tmp_path / "one", tmp_path / "ckpts"):
-        with pytest.raises(ConfigError, match=r"trainer\.ckpt_path"), owning_run(tmp_path / "two", tmp_path / "ckpts"):
+        with pytest.raises(ConfigError, match=r"trainer\.ckpt_path"), acquire_run(tmp_path / "two", tmp_path / "ckpts"):
             pass
-        with owning_run(tmp_path / "two", "s3://bucket/ckpts"):  # not locked there (docs/checkpoints.md)
+        with acquire_run(tmp_path / "two", "s3://bucket/ckpts"):  # not locked there (docs/checkpoints.md)
             pass
-        with owning_run(tmp_path / "two", tmp_path / "two" / "ckpts"):
+        with acquire_run(tmp_path / "two", tmp_path / "two" / "ckpts"):
             assert not (tmp_path / "two" / "ckpts").exists()
 
 
@@ -94,14 +94,14 @@ def test_external_checkpoint_folder_is_owned(tmp_path: Path):
 def test_driver_of_same_host_is_rejected_without_locks(tmp_path: Path):
     (tmp_path / "live").mkdir()
     with other_driver(tmp_path / "live") as process:
-        with pytest.raises(ConfigError, match=f"process {process.pid}"), owning_run(tmp_path / "live"):
+        with pytest.raises(ConfigError, match=f"process {process.pid}"), acquire_run(tmp_path / "live"):
             pass
         shutil.copytree(tmp_path / "live", tmp_path / "copy")
-        with owning_run(tmp_path / "copy"):  # the copy of a folder belongs to nobody
+        with acquire_run(tmp_path / "copy"):  # the copy of a folder belongs to nobody
             pass
         process.send_signal(signal.SIGKILL)
         process.wait(10)
-        with owning_run(tmp_path / "live"):
+        with acquire_run(tmp_path / "live"):
             pass
 
 
@@ -111,7 +111,7 @@ def test_driver_of_other_host_is_rejected_while_heartbeat_is_fresh(tmp_path: Pat
     beating = threading.Thread(target=lambda: [os.utime(record) for _ in iter(lambda: stop.wait(0.05), True)])
     beating.start()
     try:
-        with pytest.raises(ConfigError, match="elsewhere"), owning_run(tmp_path):
+        with pytest.raises(ConfigError, match="elsewhere"), acquire_run(tmp_path):
             pass
     finally:
         stop.set()
@@ -122,18 +122,18 @@ def test_stale_driver_of_other_host_is_replaced(tmp_path: Path, log: list[str], 
     record = write_record(tmp_path)
     long_ago = time.time() - run_owner.STALE_SECONDS - 1
     os.utime(record, (long_ago, long_ago))
-    with owning_run(tmp_path):  # at once
+    with acquire_run(tmp_path):  # at once
         assert json.loads(record.read_text())["pid"] == os.getpid()
     assert any("elsewhere" in line for line in log)
     monkeypatch.setattr(run_owner, "STALE_SECONDS", 0.3)
     record = write_record(tmp_path)  # touched just now: waited for
-    with owning_run(tmp_path):
+    with acquire_run(tmp_path):
         assert json.loads(record.read_text())["pid"] == os.getpid()
 
 
 def test_owner_updates_record_timestamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_owner, "HEARTBEAT_SECONDS", 0.02)
-    with owning_run(tmp_path):
+    with acquire_run(tmp_path):
         record = tmp_path / RECORD
         os.utime(record, (1, 1))
         deadline = time.monotonic() + 10

@@ -4,17 +4,17 @@ import pytest
 from loguru import logger as global_logger
 
 from skyrl_train.utils.logging_utils import log_example
-from skyrl_train.utils.sample_card import card_blocks, readable
+from skyrl_train.utils.sample_card import build_card_blocks, readable
 
 
 @pytest.mark.parametrize("reward, colour", [(1.0, "green"), (0.0, "yellow"), (-1.0, "yellow"), (None, "yellow")])
 def test_response_colour_follows_reward(reward: float | None, colour: str):
-    assert card_blocks("12+34=", "46", reward)[1].colour == colour
+    assert build_card_blocks("12+34=", "46", reward)[1].colour == colour
 
 
 def test_card_shows_messages_by_role_and_failure():
     messages = [{"role": "user", "content": "12+34?"}, {"role": "assistant", "content": None}]
-    prompt, response, failed = card_blocks(messages, "46", 0.0, stop_reason="stop", failure="tool: timed out")
+    prompt, response, failed = build_card_blocks(messages, "46", 0.0, stop_reason="stop", failure="tool: timed out")
     assert prompt.text == "user: 12+34?\nassistant: None"
     assert response[:2] == ("response · reward 0 · stop", "46")
     assert failed[:2] == ("failed", "tool: timed out")

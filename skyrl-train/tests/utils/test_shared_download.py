@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.utils import shared_download
-from skyrl_train.utils.io import FileRecord, sha256_of
+from skyrl_train.utils.io import FileRecord, compute_sha256
 from skyrl_train.utils.shared_download import SharedDownload
 
 
@@ -18,7 +18,7 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, FileRe
     (tmp_path / "source").mkdir()
     for name in ("a", "b"):
         (tmp_path / "source" / name).write_text(name)
-    return {name: FileRecord(1, sha256_of(tmp_path / "source" / name)) for name in ("a", "b")}
+    return {name: FileRecord(1, compute_sha256(tmp_path / "source" / name)) for name in ("a", "b")}
 
 
 def copies(tmp_path: Path) -> list[Path]:

@@ -10,8 +10,8 @@ from loguru import logger
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import RolloutError, WorkerError
 from skyrl_train.utils.process_log import configure_logging
-from skyrl_train.utils.ray_calls import errors_for_caller
-from skyrl_train.utils.tracebacks import described, log_traceback, where_raised
+from skyrl_train.utils.ray_calls import prepare_errors_for_caller
+from skyrl_train.utils.tracebacks import described, format_raise_location, log_traceback
 
 
 def raised(action, *args) -> Exception:
@@ -35,10 +35,10 @@ def line_of(code: str) -> int:
 
 def test_raise_location_omits_library_frames():
     error = raised(mine)
-    last = where_raised(error).splitlines()[-1]
+    last = format_raise_location(error).splitlines()[-1]
     number = line_of('json.loads("no JSON")')
     assert last == f'{__file__}:{number} in mine: json.loads("no JSON")'
-    assert "json/decoder.py" not in where_raised(error)
+    assert "json/decoder.py" not in format_raise_location(error)
     assert described(error).startswith("JSONDecodeError: Expecting value")
 
 
@@ -46,14 +46,14 @@ def test_raise_location_follows_cause_of_framework_error():
     error = raised(SkyRLConfig.from_dict, {"trainer": {"run_di": 1}})
     error.__traceback__ = None  # as one that an error of ours wraps and that has no frame of the user
     error.__cause__ = raised(mine)
-    assert "in mine: json.loads" in where_raised(error)
+    assert "in mine: json.loads" in format_raise_location(error)
 
 
 def test_raise_location_of_infinite_recursion_is_short():
     def again() -> None:
         again()
 
-    assert len(where_raised(raised(again)).splitlines()) == 4
+    assert len(format_raise_location(raised(again)).splitlines()) == 4
 
 
 def test_raise_location_without_user_frames_is_last_frame():
@@ -62,7 +62,7 @@ def test_raise_location_without_user_frames_is_last_frame():
     error = raised(namespace["inner"])
     assert error.__traceback__ is not None
     error.__traceback__ = error.__traceback__.tb_next  # without this test's own frame
-    assert "raw_decode" in where_raised(error)
+    assert "raw_decode" in format_raise_location(error)
 
 
 def test_traceback_is_written_once_to_log_file_and_not_console(tmp_path: Path, capfd):
@@ -95,7 +95,7 @@ def sent(action, *args) -> Exception:
     """The exception that another process gets where this one raised."""
 
     def act() -> None:
-        with errors_for_caller():
+        with prepare_errors_for_caller():
             action(*args)
 
     return pickle.loads(pickle.dumps(raised(act)))
@@ -104,7 +104,7 @@ def sent(action, *args) -> Exception:
 def test_frames_survive_process_boundary():
     arrived = sent(fail_by, RolloutError("tool", "no server"))
     assert isinstance(arrived, RolloutError) and (arrived.kind, str(arrived)) == ("tool", "no server")
-    assert arrived.__traceback__ is None and where_raised(arrived).endswith("in fail_by: raise error")
+    assert arrived.__traceback__ is None and format_raise_location(arrived).endswith("in fail_by: raise error")
 
 
 def test_unpicklable_exception_is_sent_as_text():

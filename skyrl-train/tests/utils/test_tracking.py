@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train.utils.tracking import Tracking, console_line, markdown_table, plain_config
+from skyrl_train.utils.tracking import Tracking, format_console_line, format_markdown_table, to_plain_config
 
 STEP = {
     "reward/avg_raw_reward": 0.43125,
@@ -27,18 +27,20 @@ STEP = {
 
 
 def test_console_prints_single_line_per_step():
-    assert console_line(STEP, 12, 60) == (
+    assert format_console_line(STEP, 12, 60) == (
         "step 12/60  reward 0.431  loss -0.0123  kl 0.0020  grad 0.50  length 42.0  6.2 s (generate 3.1, train 1.9)"
     )
 
 
 def test_console_prints_unknown_metrics_unformatted():
-    assert console_line({f"mine/{i}": i / 3 for i in range(60)}, 1).startswith("step 1  mine/0 0.0000  mine/1 0.3333  ")
-    assert len(console_line({f"mine/{i}": i / 3 for i in range(60)}, 1)) < 200
+    assert format_console_line({f"mine/{i}": i / 3 for i in range(60)}, 1).startswith(
+        "step 1  mine/0 0.0000  mine/1 0.3333  "
+    )
+    assert len(format_console_line({f"mine/{i}": i / 3 for i in range(60)}, 1)) < 200
 
 
 def test_samples_are_logged_as_text_rows():
-    assert markdown_table([("2+2?", "4 | <b>\nfour", 1.0), ("a", "b", None)]).splitlines() == [
+    assert format_markdown_table([("2+2?", "4 | <b>\nfour", 1.0), ("a", "b", None)]).splitlines() == [
         "| prompt | response | reward |",
         "| ---|---|--- |",
         "| 2+2? | 4 &#124; &lt;b&gt;<br>four | 1.0 |",
@@ -106,8 +108,8 @@ class Config:
 
 @pytest.mark.parametrize("config", [Config(), OmegaConf.structured(Config()), {"optimizer": {"lr": 1e-6}, "seed": 1}])
 def test_config_is_accepted_in_any_container(config: Any):
-    assert plain_config(config) == {"optimizer": {"lr": 1e-6}, "seed": 1}
-    assert plain_config(None) == {}
+    assert to_plain_config(config) == {"optimizer": {"lr": 1e-6}, "seed": 1}
+    assert to_plain_config(None) == {}
 
 
 TWO_STEPS = """

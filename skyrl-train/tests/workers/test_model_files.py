@@ -19,7 +19,7 @@ from skyrl_train.training_backends.base import RankInfo
 from skyrl_train.training_backends.checkpoint import FileRecord
 from skyrl_train.training_backends.optimizer import move_optimizer_state
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
-from skyrl_train.utils.io import sha256_of
+from skyrl_train.utils.io import compute_sha256
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.worker import CriticWorker, RefWorker, Worker
 from skyrl_train_testing.rank_processes import ForkedRanks
@@ -185,7 +185,7 @@ def test_checkpoint_restores_weights_and_optimizer(start, config, ragged_batch, 
     learn(first, batch)
     report = first.save_checkpoint(str(tmp_path))
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert report.files == {path.name: FileRecord(path.stat().st_size, sha256_of(path)) for path in files}
+    assert report.files == {path.name: FileRecord(path.stat().st_size, compute_sha256(path)) for path in files}
     learn(first, batch)
     again = make()
     again.load_checkpoint(str(tmp_path))

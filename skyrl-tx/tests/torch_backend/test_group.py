@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from skyrl_train.orchestration.launcher import Ranks
 from skyrl_train.orchestration.process_ranks import ProcessRanks
 from skyrl_train.orchestration.ray_launcher import RayRanks
-from skyrl_train.utils.ray_cluster import LOCAL_CLUSTER, worker_environment
+from skyrl_train.utils.ray_cluster import LOCAL_CLUSTER, build_worker_environment
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost, Failure, TrainingBackend
 from tx.tinker.backends.torch.adapters import Adapter
@@ -282,7 +282,7 @@ def ray_cluster() -> Iterator[None]:
         num_cpus=4,
         include_dashboard=False,
         log_to_driver=False,
-        runtime_env={"env_vars": worker_environment()},
+        runtime_env={"env_vars": build_worker_environment()},
         object_store_memory=256 << 20,
         _node_ip_address="127.0.0.1",
     )

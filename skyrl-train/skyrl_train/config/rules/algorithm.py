@@ -159,7 +159,8 @@ def _check_estimator(config: SkyRLConfig) -> None:
     )
     check_rule(
         not requires.whole_trajectories or not generator.has_rows_of_steps,
-        f"{chosen} goes through a trajectory token by token, and {_get_step_setting(generator)} divides trajectories into rows; "
+        f"{chosen} goes through a trajectory token by token, and {_get_step_setting(generator)} divides trajectories "
+        "into rows; "
         "use another estimator, or whole trajectories",
     )
     check_rule(

@@ -19,8 +19,8 @@ def check_backend(generator: GeneratorConfig) -> None:
         value = getattr(generator, setting)
         check_rule(
             value == getattr(defaults, setting),
-            f"generator.{setting}={value} is not read by generator.backend={name}; use {_find_kinds_reading(setting)}, or "
-            "auto, or leave it out",
+            f"generator.{setting}={value} is not read by generator.backend={name}; "
+            f"use {_find_kinds_reading(setting)}, or auto, or leave it out",
         )
     check_rule(
         not generator.run_engines_locally or traits.is_installed,

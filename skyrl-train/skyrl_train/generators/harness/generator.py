@@ -47,7 +47,7 @@ from skyrl_train.inference_engines.base import InferenceEngineInterface, Samplin
 from skyrl_train.rollouts.adapter import to_generator_output
 from skyrl_train.rollouts.metrics import rollout_metrics
 from skyrl_train.rollouts.types import RolloutBatch, Trajectory, grouped
-from skyrl_train.utils.async_blocks import first_error
+from skyrl_train.utils.async_blocks import raise_first_error
 from skyrl_train.utils.progress import ANSWERS, progress
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class HarnessGenerator(GeneratorInterface):
         sessions = [(name, _new_session()) for name in trajectory_ids_of(input_batch)]
         graded_ends: dict[str, Failure] = {}
         async with self._endpoint.serve() as endpoint:
-            with first_error(), announced(self._client, sessions):
+            with raise_first_error(), announced(self._client, sessions):
                 async with asyncio.TaskGroup() as group:
                     tasks = [
                         group.create_task(

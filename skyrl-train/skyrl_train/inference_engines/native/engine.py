@@ -64,7 +64,7 @@ from skyrl_train.inference_engines.native.trial import check_generation
 from skyrl_train.inference_engines.native.weights import EngineWeights
 from skyrl_train.models.linear_attention import has_delta_nets
 from skyrl_train.models.routing_replay import RoutingReplay
-from skyrl_train.utils.cpu_numerics import use_strict_kernels, warn_if_rows_depend_on_their_number
+from skyrl_train.utils.cpu_numerics import set_strict_kernels, warn_if_rows_depend_on_their_number
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.cuda_ipc import gpu_uuid
 
@@ -111,7 +111,7 @@ def _load_bit_exact_model(model_path: str, num_speculative_tokens: int, **settin
         ConfigError: the model does not support speculative decoding.
     """
     if settings["device"].type == "cpu" and settings["dtype"] == "float32":
-        use_strict_kernels()
+        set_strict_kernels()
         warn_if_rows_depend_on_their_number()
     model = load_model(model_path, **settings)
     if has_delta_nets(model.config):

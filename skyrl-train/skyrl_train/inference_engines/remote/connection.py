@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import ConfigError, WorkerError
-from skyrl_train.utils.explanations import explain_expiry
+from skyrl_train.utils.explanations import write_explanation
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ class ServerConnection:
                 f"the server at {self.url} did not answer {method} {path} within {seconds:g} s "
                 f"({timeout_setting or self._timeout_setting})"
             )
-            raise WorkerError(late + await asyncio.to_thread(explain_expiry, late)) from None
+            raise WorkerError(late + await asyncio.to_thread(write_explanation, late)) from None
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise WorkerError(
                 f"the server at {self.url} cannot be reached ({error or type(error).__name__}): "

@@ -10,7 +10,7 @@ from skyrl_gym.waits import waiting
 from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
 from skyrl_train.inference_engines.loop_thread import LoopStopped, LoopThread
 from skyrl_train.inference_engines.vllm.processes import list_descendants, stop_processes
-from skyrl_train.utils.explanations import explain_expiry
+from skyrl_train.utils.explanations import write_explanation
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -81,7 +81,7 @@ class LLMProcesses:
                 return await self.run(asyncio.wait_for(coroutine, limit))
         except TimeoutError as error:
             late = f"the vllm engine did not answer {what} within {limit:g} seconds"
-            raise WorkerError(late + await asyncio.to_thread(explain_expiry, late)) from error
+            raise WorkerError(late + await asyncio.to_thread(write_explanation, late)) from error
         except EngineDeadError as error:
             raise self.build_crash_error(error) from error
 
@@ -157,5 +157,5 @@ async def _start(arguments: Any) -> "AsyncLLM":
         executor = Executor.get_class(config)
         return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
     except (RuntimeError, TimeoutError, OSError) as error:
-        why = explain_expiry("vLLM did not start in time") if isinstance(error, TimeoutError) else ""
+        why = write_explanation("vLLM did not start in time") if isinstance(error, TimeoutError) else ""
         raise WorkerError(f"vLLM did not start{why}: {error} Its log is the output of this process") from error

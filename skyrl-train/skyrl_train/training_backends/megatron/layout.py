@@ -89,7 +89,8 @@ def check_world(layout: ParallelSizes, world_size: int, section: str) -> None:
         raise ConfigError(
             f"{section}: tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size = "
             f"{layout.tensor} x {layout.pipeline} x {layout.context} must divide the model's {world_size} workers; "
-            f"use {_describe_nearest_multiples(world_size, product)} workers, or another tensor_model_parallel_size, such as "
+            f"use {_describe_nearest_multiples(world_size, product)} workers, "
+            "or another tensor_model_parallel_size, such as "
             f"{_format_list(_find_divisors_near(_count_remaining_workers(world_size, layout), layout.tensor))}"
         )
     product = layout.pipeline * layout.expert * layout.expert_tensor
@@ -99,7 +100,8 @@ def check_world(layout: ParallelSizes, world_size: int, section: str) -> None:
             f"{section}: pipeline_model_parallel_size x expert_model_parallel_size x expert_tensor_parallel_size = "
             f"{layout.pipeline} x {layout.expert} x {layout.expert_tensor} must divide the model's {world_size} "
             f"workers; use {_describe_nearest_multiples(world_size, product)} workers, or expert_model_parallel_size="
-            f"{_format_list(_find_divisors_near(max(1, fitting), layout.expert))} (with expert_tensor_parallel_size=1, experts "
+            f"{_format_list(_find_divisors_near(max(1, fitting), layout.expert))} "
+            "(with expert_tensor_parallel_size=1, experts "
             "are not divided further)"
         )
 

@@ -128,7 +128,7 @@ class Pipeline:
             data_iterator=iter(micro_batches),
             model=self.model,
             num_microbatches=len(micro_batches),
-            seq_length=self.config.tensor_model_parallel_size,  # stages announce the shapes of the tensors that they send
+            seq_length=self.config.tensor_model_parallel_size,  # stages announce the shapes that they send
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,

@@ -13,8 +13,8 @@ from server_process import KEY
 from transformers import AutoTokenizer
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.entrypoints.engines import remote_api_key, start_engines
-from skyrl_train.entrypoints.serve_vllm import server_command
+from skyrl_train.entrypoints.engines import read_remote_api_key, start_engines
+from skyrl_train.entrypoints.serve_vllm import build_server_command
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.remote.handles import RemoteEngines
 from skyrl_train.inference_engines.remote.key_guard import KeyGuard
@@ -108,24 +108,24 @@ def test_empty_key_file_raises_config_error(text: str | None, served_model: str,
         file.write_text(text)
     cfg = config("127.0.0.1:1", served_model, remote_inference_engine_api_key_file=str(file))
     with pytest.raises(ConfigError, match=r"generator\.remote_inference_engine_api_key_file=.* must") as raised:
-        remote_api_key(cfg.generator)
+        read_remote_api_key(cfg.generator)
     assert not text or text not in str(raised.value)
 
 
 def test_server_command_requires_key_beyond_loopback(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(KEY)
-    command, environment = server_command(["--model", "tiny", "--port", "8001"], {"HOME": "/"})
+    command, environment = build_server_command(["--model", "tiny", "--port", "8001"], {"HOME": "/"})
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert command[-4:] == ["--model", "tiny", "--port", "8001"]
     assert environment["VLLM_SERVER_DEV_MODE"] == "1" and "SKYRL_ENGINE_API_KEY" not in environment
     for host in ("0.0.0.0", "10.0.0.7", "::", "example.org"):
         with pytest.raises(ConfigError, match=f"--host={host} is reached from other machines.*--api-key-file"):
-            server_command([f"--host={host}"], {})
-        command, environment = server_command(["--host", host, "--api-key-file", str(file)], {})
+            build_server_command([f"--host={host}"], {})
+        command, environment = build_server_command(["--host", host, "--api-key-file", str(file)], {})
         assert command[command.index("--host") + 1] == host
         assert environment["SKYRL_ENGINE_API_KEY"] == KEY and not any(KEY in word for word in command)
-    assert server_command(["--host", "0.0.0.0"], {"SKYRL_ENGINE_API_KEY": KEY})
+    assert build_server_command(["--host", "0.0.0.0"], {"SKYRL_ENGINE_API_KEY": KEY})
 
 
 def test_suggested_command_has_key_for_remote_server() -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from skyrl_train.distributed.process_group import build_mesh, find_free_port
 from skyrl_train.training_backends.base import ParallelInfo, RankInfo, join_process_group
-from skyrl_train.utils.nodes import node_address
+from skyrl_train.utils.nodes import get_node_address
 from tx.tinker.backends.base import Failure
 from tx.tinker.backends.torch.rank_group import RankGroup
 from tx.tinker.backends.torch.training import TorchTraining
@@ -64,7 +64,7 @@ class TrainingRank:
 
     def find_rendezvous_point(self) -> tuple[str, int]:
         """Return an address and free port of this machine for the process group's rendezvous."""
-        return node_address(), find_free_port()
+        return get_node_address(), find_free_port()
 
     def init_model(self, info: RankInfo) -> ParallelInfo:
         """Join the process group and load the model. A collective.
