@@ -84,7 +84,7 @@ def test_harness_without_requests_ends_run_with_error(chat_model: str, tmp_path:
             {"environment": {"env_class": "gsm8k"}, "generator": {"harness": {"function": None}}},
             "generator.harness.sandbox='process' is not read: generator.harness has neither command nor function",
         ),
-        ({"generator": {"harness": {"function": "no.such:name"}}}, "must be package.module:function, importable here"),
+        ({"generator": {"harness": {"function": "no.such:name"}}}, "must be package.module:name"),
         ({"generator": {"max_turns": 3}}, "generator.max_turns=3 is not read with generator.harness"),
         ({"generator": {"sampling_params": {"stop": ["END"]}}}, r"sampling_params.stop=\['END'\] is not read with"),
         (

@@ -237,7 +237,7 @@ async def test_engine_trains_samples_fails_poisoned_request_and_stops(tiny_model
         assert isinstance(base, Done) and isinstance(again, Done) and isinstance(adapted, Done)
         assert base.result == again.result != adapted.result
         assert [len(sequence.tokens) for sequence in decode_sample_output(base.result).sequences] == [5, 5]
-        assert isinstance(gone, Failed) and gone.category == "user" and "not there" in gone.error
+        assert isinstance(gone, Failed) and gone.category == "user" and "no longer exist" in gone.error
 
         endless = SampleSpec(prompt=[40], num_samples=8, params=SampleParams(seed=1, max_tokens=500, stop_at_eos=False))
         await running.tell(Sample(request_id="endless", tenant="a", spec=endless, adapter=None))

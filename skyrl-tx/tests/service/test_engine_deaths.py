@@ -37,7 +37,7 @@ async def test_killed_engine_loses_no_request(tmp_path: Path):
                     answers.append((client, step, chain.state))
                 answers.append((bob, await bob.sample(base, seq), "base"))
             await answers[18 * life][0].result(answers[18 * life][1])
-            service._link._signal(signal.SIGKILL)
+            service._link._send_signal(signal.SIGKILL)
             for client, answer, state in answers:
                 assert (await client.result(answer))["state"] == state
         assert service._link.deaths == 3
@@ -117,7 +117,7 @@ async def test_unrecorded_snapshots_of_dead_engine_are_removed(tmp_path: Path):
         for name in ("unrecorded", "half-written", "being-recorded"):
             (folder / name).mkdir()
         service._dispatch.recording.add(str(folder / "being-recorded"))
-        service._link._signal(signal.SIGKILL)
+        service._link._send_signal(signal.SIGKILL)
         await until(lambda: service._link.engine_generation == 2)
         kept = {path.name for path in folder.iterdir()}
         assert kept == {Path(service._state.runs[model].snapshot or "").name, "being-recorded"}
@@ -230,7 +230,7 @@ async def test_unready_standby_process_is_not_awaited(tmp_path: Path):
     async with running(tmp_path, command=command, standby_engine=True) as service:
         await until(lambda: service._link.ready and service._link._standby._process)
         _, slow = pids_of(service)
-        service._link._signal(signal.SIGKILL)
+        service._link._send_signal(signal.SIGKILL)
         await until(lambda: service._link.ready and service._link.engine_generation == 2)
         with pytest.raises(ProcessLookupError):
             os.kill(slow, 0)

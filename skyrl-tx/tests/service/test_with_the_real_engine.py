@@ -34,7 +34,7 @@ async def story(folder: Path, base_model: Path, *, kill: bool) -> list:
             step = await alice.step(model, 3 * i + 2, learning_rate=0.05)
             saving = await alice.save_sampler(model, 3 * i + 3, sampling_session_seq_id=i)
             if kill and i == 1:
-                service._link._signal(signal.SIGKILL)
+                service._link._send_signal(signal.SIGKILL)
             results.append(decode_pass_output((await alice.stored(first, 60)).body or b"").metrics["loss:sum"])
             assert "metrics" in await alice.result(step)
             sampler = (await alice.result(saving))["sampling_session_id"]
