@@ -40,7 +40,7 @@ class SupervisedTrainer(TrainingRun):
     """Run of supervised training. A batch is one optimizer step.
 
     Args:
-        cfg: the settings as workers take them (`SupervisedConfig.as_training_config`); `policy_loss_type` is
+        cfg: the settings as workers take them (`SupervisedConfig.to_training_config`); `policy_loss_type` is
             `cross_entropy` for demonstrations, `dpo` for pairs.
         train_dataset, eval_dataset: examples, or pairs.
     """

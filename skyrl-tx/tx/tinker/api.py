@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from skyrl_gym.waits import recorded_run
 from tx.errors import ConfigError
 from tx.tinker.backends.build import check_backend
-from tx.tinker.backends.explanations import explain_expiry
+from tx.tinker.backends.explanations import write_explanation
 from tx.tinker.base_model import read_base_model
 from tx.tinker.command_line import read_config
 from tx.tinker.config import EngineConfig
@@ -67,7 +67,7 @@ async def serve(config: EngineConfig) -> None:
     listening = open_socket(config.host, config.port)
     state.mkdir(parents=True, exist_ok=True)
     run, log_file = state / "runs" / SERVER, get_server_log_path(state / "runs")
-    with listening, recorded_run(run / "waits", SERVER, explainer=explain_expiry, log=str(log_file)):
+    with listening, recorded_run(run / "waits", SERVER, explainer=write_explanation, log=str(log_file)):
         service = TinkerService(config, facts, Store(config.store_url), Blobs(state / "blobs"), folders)
         await service.start()
         log_to_file(log_file)  # now that no other server has this folder
