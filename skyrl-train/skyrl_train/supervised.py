@@ -39,7 +39,7 @@ class SupervisedTrainer(TrainingRun):
     """Run of supervised training. A batch is one optimizer step.
 
     Args:
-        cfg: the settings in the workers' format (`SupervisedConfig.as_training_config`); `policy_loss_type` is
+        cfg: the settings in the workers' format (`SupervisedConfig.to_training_config`); `policy_loss_type` is
             `cross_entropy` for demonstrations, `dpo` for pairs.
         train_dataset, eval_dataset: examples, or pairs.
     """

@@ -82,7 +82,7 @@ def load_tokenizer(
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, trust_remote_code=True, use_fast=use_fast, **options
         )
-    except Exception as error:  # a model may bring code of its own
+    except Exception as error:  # a model may include custom code
         raise ConfigError(_build_loading_error(path, setting, "tokenizer", error)) from error
     if tokenizer.is_fast and not use_fast:
         raise ConfigError(

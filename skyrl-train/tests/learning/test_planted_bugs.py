@@ -155,7 +155,7 @@ def std_of_the_batch(plant: pytest.MonkeyPatch) -> None:
         assert right(centred_B, group_B, counts_B, size_G).shape == size_G.shape
         return centred_B.std().expand_as(size_G)
 
-    plant.setattr(advantages, "_group_stds", of_the_batch)
+    plant.setattr(advantages, "_compute_group_stds", of_the_batch)
 
 
 def kl_without_gradient(plant: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def own_score_as_baseline_of_a_group_of_one(plant: pytest.MonkeyPatch) -> None:
         mean_G, size_G = right(*given)
         return mean_G, size_G.clamp(min=2)
 
-    plant.setattr(advantages, "group_means", never_alone)
+    plant.setattr(advantages, "compute_group_means", never_alone)
 
 
 Check = Callable[[], None]

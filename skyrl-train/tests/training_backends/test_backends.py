@@ -64,7 +64,7 @@ def weights_of_each_micro_batch(plant: pytest.MonkeyPatch) -> None:
 
 
 def dummy_micro_batches_that_count(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr("skyrl_train.training_backends.base.without_weight", lambda micro: micro)
+    plant.setattr("skyrl_train.training_backends.base.build_dummy", lambda micro: micro)
 
 
 def steps_on_broken_gradients(plant: pytest.MonkeyPatch) -> None:
