@@ -21,5 +21,6 @@ def import_object(setting: str, path: str) -> Any:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"{setting}={path!r} must be package.module:name or package.module.name, importable here (see PYTHONPATH): {error}"
+            f"{setting}={path!r} must be package.module:name or package.module.name, importable here (see PYTHONPATH): "
+            f"{error}"
         ) from error

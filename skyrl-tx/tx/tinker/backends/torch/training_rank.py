@@ -62,7 +62,7 @@ class TrainingRank:
         self._folder, self._settings, self._timeout_seconds = base_model_folder, settings, timeout_seconds
         self._training: RankTraining | None = None
 
-    def find_rendezvous_point(self) -> tuple[str, int]:
+    def rendezvous_point(self) -> tuple[str, int]:
         """Return an address and free port of this machine for the process group's rendezvous."""
         return get_node_address(), find_free_port()
 
