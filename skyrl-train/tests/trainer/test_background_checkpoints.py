@@ -122,7 +122,7 @@ def test_journal_is_compacted_after_checkpoint_completes(
     journal.
     """
     cfg = settings(tmp_path, {"trainer": asynchronous() | IN_BACKGROUND | {"ckpt_interval": 2}})
-    original, kept = RolloutJournal.shorten, list[tuple[list[str], list[int]]]()
+    original, kept = RolloutJournal.compact, list[tuple[list[str], list[int]]]()
 
     def shorten(journal: RolloutJournal) -> None:
         complete = steps_of_checkpoints(cfg)
