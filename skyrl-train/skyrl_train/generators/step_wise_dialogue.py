@@ -38,7 +38,7 @@ class StepWiseDialogue(Dialogue):
         self._current.open(history)
 
     def get_input_ids(self) -> list[int]:
-        return self._current.input_ids()
+        return self._current.get_input_ids()
 
     def add_completion(self, completion: Completion) -> None:
         self._current.add_completion(completion)
@@ -55,7 +55,7 @@ class StepWiseDialogue(Dialogue):
         self._num_messages = len(self._messages)
         if not step.done:
             self._current = self._new_turn()
-            self._current.prompt_ids = self._get_prompt_ids() if anew else turn.input_ids()
+            self._current.prompt_ids = self._get_prompt_ids() if anew else turn.get_input_ids()
 
     def finish(self, stop_reason: str) -> list[TrainingSample]:
         return [sample for turn in self._get_completed_turns() for sample in turn.finish(stop_reason)]

@@ -90,8 +90,8 @@ def compute_token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float
 def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     """Concatenate several batches in order.
 
-    The metrics of `compute_rollout_metrics` (or of `compute_token_metrics` if environments are unknown) are recomputed and counts
-    (`generate/num_`) are summed; other metrics are averaged, weighted by the number of trajectories.
+    The metrics of `compute_rollout_metrics` (or of `compute_token_metrics` if environments are unknown) are recomputed
+    and counts (`generate/num_`) are summed; other metrics are averaged, weighted by the number of trajectories.
 
     Raises:
         ValueError: no batches.

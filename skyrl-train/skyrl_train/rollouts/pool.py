@@ -3,7 +3,7 @@
 The scheduler decides which groups start and which are trained; the pool runs a task for each, with a deadline, and
 writes what is finished to the journal.
 
-    may a group start? -> task: generate -> journal, queue -> `next_batch`: trainer -> `record_trained`, `record_synced` -> start more
+    may a group start? -> task: generate -> journal, queue -> `next_batch`: trainer -> `record_trained`, `record_synced`
 
 Shutdown: no new group starts, tasks are cancelled and awaited (a task that ignores the cancellation is abandoned after
 `_GRACE_SECONDS`), then the journal is closed. The owner of the engines shuts them down afterwards.

@@ -87,9 +87,9 @@ _STATE = TypeAdapter(ScheduleState)
 class GroupScheduler:
     """Scheduler of trajectory groups with bounded staleness.
 
-    `start` acquires a slot; `record_failed`, `record_filtered` or, for a stale group, `requeue_stale` release it; a trained group keeps
-    it. With (S + version + 1) M slots in total, every started group can be trained at an age of at most S steps if the
-    oldest groups are trained first, as in order `exact`. The other orders prefer finished groups.
+    `start` acquires a slot; `record_failed`, `record_filtered` or, for a stale group, `requeue_stale` release it; a
+    trained group keeps it. With (S + version + 1) M slots in total, every started group can be trained at an age of at
+    most S steps if the oldest groups are trained first, as in order `exact`. The other orders prefer finished groups.
     """
 
     def __init__(self, limits: ScheduleLimits, state: ScheduleState | None = None):
