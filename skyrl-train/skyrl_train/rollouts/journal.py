@@ -16,11 +16,11 @@ Example of a group that fails, another that finishes, and the step that trains i
     >>> from skyrl_train.rollouts.types import TrainingSample, Trajectory, TrajectoryGroup, TrajectoryID
     >>> path = Path(tempfile.mkdtemp()) / "journal.jsonl"
     >>> journal = RolloutJournal(path, {"seed": 1})
-    >>> journal.failed(0)
+    >>> journal.append_failed(0)
     >>> sample = TrainingSample([5, 6, 7], [8, 9, 2], loss_mask=[1, 1, 1], rewards=[0.0, 0.0, 1.0])
     >>> group = TrajectoryGroup("question_1", [Trajectory(TrajectoryID("question_1", 0), [sample])])
-    >>> journal.finished(FinishedGroup(ticket=1, group=group, metrics={}, version=0, seconds=1.5))
-    >>> journal.batch(1, [1])
+    >>> journal.append_finished(FinishedGroup(ticket=1, group=group, metrics={}, version=0, seconds=1.5))
+    >>> journal.append_batch(1, [1])
     >>> journal.close()
     >>> [next(iter(json.loads(line))) for line in path.read_text().splitlines()]
     ['experiment', 'failed', 'finished', 'batch']

@@ -538,6 +538,6 @@ async def test_full_disk_and_unclosable_sandbox_fail_only_own_trajectory(
     assert "No space left on device" in fails.failure.message
 
     monkeypatch.setattr(generator, "_FURTHER_SECONDS", 0.0)
-    monkeypatch.setattr(generator.Harness, "sandbox", lambda *_: Stuck())
+    monkeypatch.setattr(generator.Harness, "create_sandbox", lambda *_: Stuck())
     [stuck], _ = await trajectories_of(model, replace(harness, deadline_seconds=0.2), [{}])
     assert stuck.failure is not None and "harness hung: it could not be ended" in stuck.failure.message

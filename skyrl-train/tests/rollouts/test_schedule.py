@@ -86,10 +86,10 @@ def test_slot_of_failed_or_filtered_group_is_reused(end):
     assert start_all(scheduler) == [0, 1, 2, 3]
     if end == "filtered":
         scheduler.record_finished(2)
-    getattr(scheduler, end)(2)
+    getattr(scheduler, f"record_{end}")(2)
     assert start_all(scheduler) == [4]
     with pytest.raises(KeyError):  # once
-        getattr(scheduler, end)(2)
+        getattr(scheduler, f"record_{end}")(2)
 
 
 def train_others(scheduler: GroupScheduler, slow: int, steps: int) -> None:

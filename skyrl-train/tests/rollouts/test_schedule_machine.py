@@ -36,7 +36,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     def is_whole(self) -> bool:
         return self.scheduler.num_trained_steps == self.limits.total_steps
 
-    @precondition(lambda self: self.scheduler.may_start())
+    @precondition(lambda self: self.scheduler.can_start())
     @rule(at_once=st.integers(1, 6))
     def start(self, at_once: int) -> None:
         for _ in range(at_once):

@@ -130,7 +130,7 @@ def test_journal_is_compacted_after_checkpoint_completes(
         lines = [json.loads(line) for line in journal.path.read_text().splitlines()]
         kept.append((complete, [line["batch"] for line in lines if "batch" in line]))
 
-    monkeypatch.setattr(RolloutJournal, "shorten", shorten)
+    monkeypatch.setattr(RolloutJournal, "compact", shorten)
     run(cfg)
     assert [complete for complete, _ in kept] == [["global_step_2"], ["global_step_2", "global_step_3"]]
     assert kept[0][1] == [3], "step 3 had begun when the checkpoint of step 2 was complete"
