@@ -184,7 +184,7 @@ class MeasuredAsyncTrainer(FullyAsyncRayPPOTrainer):
         self.watch.end()
         if self.global_step < self.total_training_steps:
             self.watch.begin()
-            self.pool.synced(self.weight_version)
+            self.pool.record_synced(self.weight_version)
 
     def log(self) -> None:
         if self.global_step > 1:  # the first step generates two batches and has no watch

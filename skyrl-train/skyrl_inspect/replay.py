@@ -25,7 +25,7 @@ from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import ConfigError, DataError, SkyRLError
 from skyrl_train.evaluate import evaluation_input
 from skyrl_train.generators.base import GeneratorInput, request_rollouts
-from skyrl_train.rollouts.trajectory_rows import trajectory_rows
+from skyrl_train.rollouts.trajectory_rows import build_trajectory_rows
 from skyrl_train.types import JsonObject
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import Phase, RunFolder
@@ -157,7 +157,7 @@ class ReplayExperiment(BasePPOExp):
             rollouts = await request_rollouts(trainer.generator, request)
         finally:
             await trainer.shutdown()
-        return [dict(row) for row in trajectory_rows(rollouts.groups, self.tokenizer)]
+        return [dict(row) for row in build_trajectory_rows(rollouts.groups, self.tokenizer)]
 
 
 def filter_sample(number: int, request: GeneratorInput) -> GeneratorInput:

@@ -46,7 +46,7 @@ def prepare_training_batch(batch: TrainingInputBatch, cfg: SkyRLConfig, kl_coeff
     algorithm = cfg.trainer.algorithm
     metrics: Metrics = {}
     # Turns are numbered before any token is removed from the loss mask.
-    batch = _with(batch, turns=compute_turn_numbers(batch.tensor("loss_mask")))
+    batch = _set_columns(batch, turns=compute_turn_numbers(batch.tensor("loss_mask")))
     batch, own = penalize_overlong(batch, algorithm, cfg.generator)
     metrics |= own
     scores = trajectory_scores(batch)  # without the KL penalty, which would make every group appear informative
@@ -72,15 +72,15 @@ def penalize_overlong(
     buffer = algorithm.overlong_buffer
     if buffer.len is None:
         return batch, {}
-    length_B = _response_mask(batch).sum(dim=-1)
+    length_B = _get_response_mask(batch).sum(dim=-1)
     counts_context = buffer.counts == "context"
     counted_B = (batch.tensor("attention_mask") != 0).sum(dim=-1) if counts_context else length_B
     limit = generator.longest_context if counts_context else generator.sampling_params.max_generate_length
     penalty_B = compute_overlong_penalty(counted_B, limit, buffer.len, buffer.penalty_factor)
     rewards = batch.tensor("rewards").clone()
     rewards[torch.arange(len(batch)), length_B.clamp(min=1) - 1] += penalty_B
-    valid_B = _valid(batch)
-    return _with(batch, rewards=rewards), {
+    valid_B = _get_valid(batch)
+    return _set_columns(batch, rewards=rewards), {
         "loss/avg_overlong_penalty": _mean(penalty_B[valid_B]),
         "loss/overlong_share": _mean((penalty_B[valid_B] < 0).float()),
     }
@@ -98,7 +98,7 @@ def subtract_kl(batch: TrainingInputBatch, algorithm: AlgorithmConfig, coefficie
     )
     coefficient = max(0.0, coefficient)
     trains_B = (mask != 0).any(dim=-1)
-    return _with(batch, rewards=batch.tensor("rewards") - kl * coefficient), {
+    return _set_columns(batch, rewards=batch.tensor("rewards") - kl * coefficient), {
         "loss/avg_kl": _mean(masked_mean(kl, mask, dim=-1)[trains_B]),
         "loss/avg_kl_max": _mean(kl.abs().amax(dim=-1)[trains_B]),
         "loss/kl_loss_coef": coefficient,
@@ -107,8 +107,8 @@ def subtract_kl(batch: TrainingInputBatch, algorithm: AlgorithmConfig, coefficie
 
 def trajectory_scores(batch: TrainingInputBatch) -> list[float | None]:
     """Return for each row the summed reward of its trajectory; None for a failed trajectory."""
-    trajectory_B = compute_group_numbers(_trajectories(batch))
-    row_scores_B = torch.where(_response_mask(batch), batch.tensor("rewards"), 0.0).sum(dim=-1, dtype=torch.float64)
+    trajectory_B = compute_group_numbers(_get_trajectory_ids(batch))
+    row_scores_B = torch.where(_get_response_mask(batch), batch.tensor("rewards"), 0.0).sum(dim=-1, dtype=torch.float64)
     scores_M = torch.zeros(int(trajectory_B.max()) + 1, dtype=torch.float64).index_add_(0, trajectory_B, row_scores_B)
     scores_B = scores_M[trajectory_B].tolist()
     return [score if is_valid else None for score, is_valid in zip(scores_B, batch.metadata["valid"], strict=True)]
@@ -127,13 +127,13 @@ def mask_uninformative_groups(
     masked_B = torch.zeros(len(batch), dtype=torch.bool)
     metrics: Metrics = {}
     if AdvantageEstimatorRegistry.get_requirements(algorithm.advantage_estimator).groups:
-        masked_B |= _lone_rows(batch)
-        metrics["loss/num_lone_samples"] = float(len(_prompts_of(uids, masked_B)))
-    zero_variance_B = find_zero_variance_rows(_of_first_rows(batch, scores), uids, algorithm.zero_variance_filter_tol)
-    metrics["loss/zero_variance_share"] = len(_prompts_of(uids, zero_variance_B)) / len(set(uids))
+        masked_B |= _find_lone_rows(batch)
+        metrics["loss/num_lone_samples"] = float(len(_get_prompts(uids, masked_B)))
+    zero_variance_B = find_zero_variance_rows(_filter_first_rows(batch, scores), uids, algorithm.zero_variance_filter_tol)
+    metrics["loss/zero_variance_share"] = len(_get_prompts(uids, zero_variance_B)) / len(set(uids))
     if algorithm.zero_variance_filter:
         masked_B |= zero_variance_B
-    return _with(batch, loss_mask=_masked_rows(batch.tensor("loss_mask"), masked_B)), metrics
+    return _set_columns(batch, loss_mask=_find_masked_rows(batch.tensor("loss_mask"), masked_B)), metrics
 
 
 def correct_for_rollout_policy(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> PreparedBatch:
@@ -148,7 +148,7 @@ def correct_for_rollout_policy(batch: TrainingInputBatch, algorithm: AlgorithmCo
         batch.tensor("loss_mask"),
         algorithm.off_policy_correction,
     )
-    corrected = _with(batch, loss_mask=correction.loss_mask, off_policy_weights=correction.weights)
+    corrected = _set_columns(batch, loss_mask=correction.loss_mask, off_policy_weights=correction.weights)
     return corrected, metrics | correction.metrics
 
 
@@ -180,20 +180,20 @@ def rollout_mismatch_metrics(batch: TrainingInputBatch, max_gap: float | None) -
 def add_advantages(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> PreparedBatch:
     """Add `advantages` and `returns` [B, R] by the configured estimator; 0 in failed rollouts, which are excluded from
     the estimate. With `advantage_batch_normalize`, advantages are then normalized over the loss mask."""
-    valid_B = _valid(batch)
+    valid_B = _get_valid(batch)
     survivors = batch.rows(valid_B)
-    names = [name for name, is_valid in zip(_trajectories(batch), valid_B.tolist(), strict=True) if is_valid]
+    names = [name for name, is_valid in zip(_get_trajectory_ids(batch), valid_B.tolist(), strict=True) if is_valid]
     uids = [uid for uid, is_valid in zip(batch.metadata["uids"], valid_B.tolist(), strict=True) if is_valid]
     requires = AdvantageEstimatorRegistry.get_requirements(algorithm.advantage_estimator)
     if "trajectory_ids" in batch.metadata and not requires.single_tokens:
-        values = _by_trajectory(survivors, algorithm, names, uids)
+        values = _estimate_by_trajectory(survivors, algorithm, names, uids)
     else:
-        values = _by_token(survivors, algorithm, uids)
+        values = _estimate_by_token(survivors, algorithm, uids)
     mask, rewards = batch.tensor("loss_mask"), batch.tensor("rewards")
     advantages, returns = (torch.zeros_like(rewards).index_put_((valid_B,), value.to(rewards)) for value in values)
     if algorithm.advantage_batch_normalize:
         advantages = normalize_advantages(advantages, mask)
-    scores = [score for score in _of_first_rows(batch, trajectory_scores(batch)) if score is not None]
+    scores = [score for score in _filter_first_rows(batch, trajectory_scores(batch)) if score is not None]
     metrics = {
         "loss/avg_final_rewards": sum(scores) / max(1, len(scores)),
         "loss/avg_raw_advantages": masked_mean(advantages, mask).item(),
@@ -204,7 +204,7 @@ def add_advantages(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> Pre
         metrics[negative_groups_metric(algorithm)] = float(
             count_negative_groups(survivors.tensor("rewards"), survivors.tensor("response_mask"), uids)
         )
-    return _with(batch, advantages=advantages, returns=returns), metrics
+    return _set_columns(batch, advantages=advantages, returns=returns), metrics
 
 
 def negative_groups_metric(algorithm: AlgorithmConfig) -> str:
@@ -245,7 +245,7 @@ def loss_weights(
 # ---- the estimator's two views of a batch
 
 
-def _by_token(
+def _estimate_by_token(
     survivors: TrainingInputBatch, algorithm: AlgorithmConfig, uids: Sequence[Hashable]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Estimate advantages and returns [B, R] of rows that are whole trajectories."""
@@ -260,7 +260,7 @@ def _by_token(
     )
 
 
-def _by_trajectory(
+def _estimate_by_trajectory(
     survivors: TrainingInputBatch, algorithm: AlgorithmConfig, names: Sequence[str], uids: Sequence[Hashable]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Estimate advantages and returns [B, R] of rows that are turns. The estimator receives a matrix of trajectories
@@ -323,37 +323,37 @@ def _estimate(
 # ---- rows, trajectories, prompts
 
 
-def _with(batch: TrainingInputBatch, **columns: torch.Tensor | None) -> TrainingInputBatch:
+def _set_columns(batch: TrainingInputBatch, **columns: torch.Tensor | None) -> TrainingInputBatch:
     return TrainingInputBatch({**batch, **columns}, metadata=dict(batch.metadata))
 
 
-def _valid(batch: TrainingInputBatch) -> torch.Tensor:
+def _get_valid(batch: TrainingInputBatch) -> torch.Tensor:
     return torch.tensor(batch.metadata["valid"], dtype=torch.bool)
 
 
-def _response_mask(batch: TrainingInputBatch) -> torch.Tensor:
+def _get_response_mask(batch: TrainingInputBatch) -> torch.Tensor:
     return batch.tensor("response_mask") != 0
 
 
-def _trajectories(batch: TrainingInputBatch) -> Sequence[str]:
+def _get_trajectory_ids(batch: TrainingInputBatch) -> Sequence[str]:
     """Return the id of each row's trajectory."""
     return batch.metadata.get("trajectory_ids") or [str(row) for row in range(len(batch))]
 
 
-def _of_first_rows(batch: TrainingInputBatch, values: Sequence[float | None]) -> list[float | None]:
+def _filter_first_rows(batch: TrainingInputBatch, values: Sequence[float | None]) -> list[float | None]:
     """Keep a trajectory's value in its first row and replace it by None in the others, so that each trajectory counts
     once."""
     seen: set[str] = set()
     first_only: list[float | None] = []
-    for name, value in zip(_trajectories(batch), values, strict=True):
+    for name, value in zip(_get_trajectory_ids(batch), values, strict=True):
         first_only.append(None if name in seen else value)
         seen.add(name)
     return first_only
 
 
-def _lone_rows(batch: TrainingInputBatch) -> torch.Tensor:
+def _find_lone_rows(batch: TrainingInputBatch) -> torch.Tensor:
     """Return rows [B] bool of trajectories that are the only successful ones of their prompt."""
-    trajectories, uids, valid = _trajectories(batch), batch.metadata["uids"], batch.metadata["valid"]
+    trajectories, uids, valid = _get_trajectory_ids(batch), batch.metadata["uids"], batch.metadata["valid"]
     survivors: dict[Hashable, set[str]] = {}
     for uid, name, is_valid in zip(uids, trajectories, valid, strict=True):
         if is_valid:
@@ -363,11 +363,11 @@ def _lone_rows(batch: TrainingInputBatch) -> torch.Tensor:
     )
 
 
-def _masked_rows(mask: torch.Tensor, masked_B: torch.Tensor) -> torch.Tensor:
+def _find_masked_rows(mask: torch.Tensor, masked_B: torch.Tensor) -> torch.Tensor:
     return torch.where(masked_B[:, None], torch.zeros_like(mask), mask)
 
 
-def _prompts_of(uids: Sequence[Hashable], rows_B: torch.Tensor) -> set[Hashable]:
+def _get_prompts(uids: Sequence[Hashable], rows_B: torch.Tensor) -> set[Hashable]:
     return {uid for uid, is_in in zip(uids, rows_B.tolist(), strict=True) if is_in}
 
 

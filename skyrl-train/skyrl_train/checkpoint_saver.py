@@ -58,7 +58,7 @@ class CheckpointSaver:
         """
         await self.wait()
         if not self._in_background:
-            async with _in_thread(self._store.writing(step)) as draft:
+            async with _run_in_threads(self._store.writing(step)) as draft:
                 for group in groups:
                     reports = await group.call_all(Worker.save_checkpoint, str(draft.shared / group.name))
                     await asyncio.to_thread(draft.add, group.name, reports)
@@ -70,13 +70,13 @@ class CheckpointSaver:
 
         async def write() -> None:
             started = time.monotonic()
-            async with _in_thread(self._store.writing(step)) as draft:
+            async with _run_in_threads(self._store.writing(step)) as draft:
                 for group in groups:
                     await group.call_all(Worker.start_checkpoint, str(draft.shared / group.name))
                 await write_rest(draft.folder)
                 copied.set()
                 for group in groups:
-                    await asyncio.to_thread(draft.add, group.name, await _files_of(group))
+                    await asyncio.to_thread(draft.add, group.name, await _wait_for_files(group))
             when_complete()
             logger.info(f"the checkpoint of step {step} is complete, after {time.monotonic() - started:.1f} s")
 
@@ -128,7 +128,7 @@ class CheckpointSaver:
             await self.wait()
 
 
-async def _files_of(group: ActorGroup) -> list[WrittenFiles]:
+async def _wait_for_files(group: ActorGroup) -> list[WrittenFiles]:
     """Wait until all ranks have written. Polls between their other calls, since they train meanwhile."""
     pause = _FIRST_PAUSE
     while True:
@@ -140,7 +140,7 @@ async def _files_of(group: ActorGroup) -> list[WrittenFiles]:
 
 
 @asynccontextmanager
-async def _in_thread(context: AbstractContextManager[T]) -> AsyncIterator[T]:
+async def _run_in_threads(context: AbstractContextManager[T]) -> AsyncIterator[T]:
     """Enter and exit a context manager that does file I/O in threads."""
     value = await asyncio.to_thread(context.__enter__)
     try:

@@ -85,7 +85,7 @@ class CheckpointStore:
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {self.root}: {error}. "
-                f"Nothing of it is left; the newest complete one is {self._newest_name()}."
+                f"Nothing of it is left; the newest complete one is {self._find_newest_name()}."
             ) from error
         self._remove_old()
         try:
@@ -166,7 +166,7 @@ class CheckpointStore:
             if is_ours and get_size(self.root / name / MANIFEST) is None:
                 remove_folder(self.root / name, MANIFEST)
 
-    def _newest_name(self) -> str:
+    def _find_newest_name(self) -> str:
         complete = list_checkpoint_dirs(self.root)
         return complete[-1].name if complete else "none"
 
@@ -248,7 +248,7 @@ class Checkpoint:
         except (CheckpointError, OSError) as error:
             if isinstance(self.folder, Path):
                 raise
-            raise CheckpointError(f"{error}; {_remedy(self.folder)}") from error
+            raise CheckpointError(f"{error}; {_describe_remedy(self.folder)}") from error
 
 
 def verify(folder: str | Place) -> dict[str, FileRecord]:
@@ -264,7 +264,7 @@ def verify(folder: str | Place) -> dict[str, FileRecord]:
         records = {name: FileRecord(file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
         sizes = list_sizes(place)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{place / MANIFEST} cannot be read ({error}); {_remedy(place)}") from error
+        raise CheckpointError(f"{place / MANIFEST} cannot be read ({error}); {_describe_remedy(place)}") from error
 
     def damage_of(item: tuple[str, FileRecord]) -> str | None:
         name, expected = item
@@ -280,7 +280,7 @@ def verify(folder: str | Place) -> dict[str, FileRecord]:
     with ThreadPoolExecutor() as threads:
         for damage in threads.map(damage_of, records.items()):
             if damage:
-                raise CheckpointError(f"{damage}; {_remedy(place)}")
+                raise CheckpointError(f"{damage}; {_describe_remedy(place)}")
     return records
 
 
@@ -305,7 +305,7 @@ def check_all_seen(folder: Place, model: str, reports: Sequence[WrittenFiles]) -
             )
 
 
-def _remedy(folder: Place) -> str:
+def _describe_remedy(folder: Place) -> str:
     earlier = [path for path in list_checkpoint_dirs(folder.parent) if path.name != folder.name]
     choice = (
         f"trainer.resume_mode=from_path trainer.resume_path={earlier[-1]}" if earlier else "trainer.resume_mode=none"

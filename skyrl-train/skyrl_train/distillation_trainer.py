@@ -99,10 +99,10 @@ class DistillationTrainer(RayPPOTrainer):
     def convert_to_training_input(self, rollouts: RolloutBatch) -> TrainingInputBatch:
         """Collate trajectories and record the teacher of each row in the metadata (`teachers`)."""
         batch = super().convert_to_training_input(rollouts)
-        batch.metadata["teachers"] = [self._teacher_of(uid) for uid in batch.metadata["uids"]]
+        batch.metadata["teachers"] = [self._get_teacher(uid) for uid in batch.metadata["uids"]]
         return batch
 
-    def _teacher_of(self, uid: str) -> str:
+    def _get_teacher(self, uid: str) -> str:
         """Return the teacher of a prompt, selected by its row's data source."""
         assert self.train_dataset is not None
         number = int(uid.partition("#")[0])  # a prompt that occurs twice in a step has a suffix

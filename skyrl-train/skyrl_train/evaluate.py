@@ -12,10 +12,10 @@ from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, requ
 from skyrl_train.generators.inputs import prepare_generator_input
 from skyrl_train.generators.sampling import get_sampling_params
 from skyrl_train.rollouts.faults import LengthLimits, record_faults
-from skyrl_train.rollouts.joining import whole_sample
-from skyrl_train.rollouts.metrics import check_not_all_failed, concatenate, scores_of_groups
-from skyrl_train.rollouts.trajectory_rows import sample_table, trajectory_rows
-from skyrl_train.rollouts.types import Trajectory, TrajectoryGroup, grouped
+from skyrl_train.rollouts.joining import merge_all_turns
+from skyrl_train.rollouts.metrics import check_not_all_failed, compute_scores, concatenate
+from skyrl_train.rollouts.trajectory_rows import build_trajectory_rows, sample_table
+from skyrl_train.rollouts.types import Trajectory, TrajectoryGroup, group_trajectories
 from skyrl_train.types import JsonObject, PromptRow
 from skyrl_train.utils.progress import ANSWERS, progress
 from skyrl_train.utils.run_folder import RunFolder
@@ -69,7 +69,7 @@ async def evaluate(
         for request in requests:
             batches.append(record_faults(await request_rollouts(generator, request), limits))
     rollouts = concatenate(batches)
-    sources = [sanitize_data_source(extras.get("data_source")) for extras in _extras(requests)]
+    sources = [sanitize_data_source(extras.get("data_source")) for extras in _get_extras(requests)]
     metrics = calculate_per_dataset_metrics(rollouts.groups, sources, cfg.generator.eval_n_samples_per_prompt)
     metrics |= {f"eval/all/{name}": value for name, value in rollouts.metrics.items()}
     if cfg.trainer.dump_eval_results:
@@ -78,7 +78,7 @@ async def evaluate(
         _write_results(folder, tokenizer, requests, rollouts.trajectories, sources, metrics)
     if cfg.trainer.dump_trajectories:
         run_folder = RunFolder(cfg.trainer.run_dir, compress=cfg.trainer.compress_trajectories)
-        _write_trajectories(run_folder, global_step, trajectory_rows(rollouts.groups, tokenizer))
+        _write_trajectories(run_folder, global_step, build_trajectory_rows(rollouts.groups, tokenizer))
     if tracker is not None and (num := cfg.trainer.num_logger_eval_samples) > 0:
         samples = sample_table(rollouts.trajectories[:num], tokenizer)
         tracker.log_samples("trajectories/eval", samples, global_step or 0)
@@ -126,7 +126,7 @@ def calculate_per_dataset_metrics(
         members[source].append(owner)
     metrics: dict[str, float | None] = {}
     for source, own in {**members, "all": owners}.items():
-        scores = scores_of_groups(grouped([trajectory for _, trajectory in own], [uid for uid, _ in own]))
+        scores = compute_scores(group_trajectories([trajectory for _, trajectory in own], [uid for uid, _ in own]))
         metrics[f"eval/{source}/avg_score"] = scores["avg_score"]
         metrics[f"eval/{source}/pass_at_{n_samples_per_prompt}"] = scores["pass_at_n"]
         metrics[f"eval/{source}/mean_positive_reward"] = scores["mean_positive_reward"]
@@ -151,7 +151,7 @@ def sanitize_data_source(data_source: str | None) -> str:
 _source_names: dict[str | None, str] = {}
 
 
-def _extras(requests: list[GeneratorInput]) -> list[JsonObject]:
+def _get_extras(requests: list[GeneratorInput]) -> list[JsonObject]:
     return [extras for request in requests for extras in request.get("env_extras") or []]
 
 
@@ -166,9 +166,9 @@ def _write_results(
     """Write one file of readable rows per data source, and one file with the metrics."""
     rows_of: defaultdict[str, list[JsonObject]] = defaultdict(list)
     env_classes = [env_class for request in requests for env_class in request["env_classes"]]
-    columns = zip(_extras(requests), env_classes, sources, trajectories, strict=True)
+    columns = zip(_get_extras(requests), env_classes, sources, trajectories, strict=True)
     for extras, env_class, source, trajectory in columns:
-        sample, failure = whole_sample(trajectory), trajectory.failure
+        sample, failure = merge_all_turns(trajectory), trajectory.failure
         rows_of[source].append(
             {
                 "input_prompt": tokenizer.decode(sample.prompt_ids),
@@ -182,9 +182,9 @@ def _write_results(
             }
         )
     for source, rows in rows_of.items():
-        write_whole(folder / f"{source}.jsonl", _json_lines(rows))
-    write_whole(folder / f"{AGGREGATED}.jsonl", _json_lines([metrics]))
+        write_whole(folder / f"{source}.jsonl", _format_json_lines(rows))
+    write_whole(folder / f"{AGGREGATED}.jsonl", _format_json_lines([metrics]))
 
 
-def _json_lines(rows: list[JsonObject]) -> str:
+def _format_json_lines(rows: list[JsonObject]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)

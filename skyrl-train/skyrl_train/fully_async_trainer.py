@@ -9,10 +9,10 @@ from typing import Any
 
 from skyrl_train.generators.base import request_rollouts
 from skyrl_train.rollouts.adapter import GeneratorOutput, to_rollout_batch
-from skyrl_train.rollouts.async_metrics import group_metrics, pool_metrics
+from skyrl_train.rollouts.async_metrics import compute_group_metrics, compute_pool_metrics
 from skyrl_train.rollouts.faults import is_sound
 from skyrl_train.rollouts.filters import is_informative
-from skyrl_train.rollouts.groups import FinishedGroup, mask_stale, with_different_uids
+from skyrl_train.rollouts.groups import FinishedGroup, make_group_uids_unique, mask_stale
 from skyrl_train.rollouts.journal import RolloutJournal
 from skyrl_train.rollouts.metrics import concatenate
 from skyrl_train.rollouts.pool import RolloutPool
@@ -52,13 +52,13 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
                         groups = await self.unless_stopped(self.next_groups(pool))
                     with self.timed("convert_to_training_input"):
                         batch = self.convert_generation_group_mini_batch_to_training_input(groups)
-                    async with self._recorded(self._rollouts_of(groups)):
+                    async with self._write_concurrently(self._build_rollouts(groups)):
                         with self.timed("run_training"):
                             batch = await self.fwd_logprobs_values_reward(batch)
                             batch = self.compute_advantages_and_returns(batch)
                             await self.train_critic(batch)
                             await self.train_policy(batch)
-                    pool.trained(groups, sync_follows=self.is_sync_due())
+                    pool.record_trained(groups, sync_follows=self.is_sync_due())
                     if self.is_end_of_epoch():
                         await self.update_ref_with_policy()
                     with self.timed("sync_weights"):
@@ -95,7 +95,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             else lambda group: True,
             max_filtered=max_batches * groups_per_step if max_batches > 0 else None,
             timeline=self.timeline,
-            on_finished=lambda: self._offer_finished(self.pool) if self.pool is not None else None,
+            on_finished=lambda: self._start_forwards(self.pool) if self.pool is not None else None,
         )
 
     async def sync_weights(self) -> None:
@@ -106,7 +106,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             await self.pool.drain()
         await super().sync_weights()
         if self.pool is not None:
-            self.pool.synced(self.weight_version)
+            self.pool.record_synced(self.weight_version)
 
     def is_sync_due(self) -> bool:
         """Return True every `sync_every_steps` steps, after the last step, and before evaluations and checkpoints:
@@ -141,42 +141,42 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         self.all_metrics["async/gen_buffer_qsize_at_wait_start"] = float(pool.num_finished)
         self.forwards = self.early_forwards()
         async with self.forwards.running():
-            self._offer_finished(pool)
+            self._start_forwards(pool)
             groups = self.step_groups = await pool.next_batch()
         self._epochs_before = self.train_dataloader.num_epochs_dealt
         self.train_dataloader.skip_batch()
         settings = self.cfg.trainer.fully_async
         keeps_cache = self.cfg.pause_at_sync == "keep" and settings.kv_after_sync != "recompute"
-        self.all_metrics |= group_metrics(
+        self.all_metrics |= compute_group_metrics(
             groups, self.global_step - 1, settings.max_staleness_steps, keeps_cache=keeps_cache
         )
         return groups
 
-    def _offer_finished(self, pool: RolloutPool) -> None:
+    def _start_forwards(self, pool: RolloutPool) -> None:
         """Start forward-only passes over finished groups that the step will probably consume."""
         if self.forwards:
-            groups = pool.foreseen_batch()
+            groups = pool.get_predicted_batch()
             self.forwards.offer({place: group for place, group in groups.items() if is_sound(group, limits=None)})
 
     # ---- prepare the batch
 
     def convert_generation_group_mini_batch_to_training_input(self, groups: list[FinishedGroup]) -> TrainingInputBatch:
         """Collate the groups of a step into padded tensors, without stale tokens (`on_stale=mask`)."""
-        return self.convert_to_training_input(self._rollouts_of(groups))
+        return self.convert_to_training_input(self._build_rollouts(groups))
 
-    def _rollouts_of(self, groups: list[FinishedGroup]) -> RolloutBatch:
+    def _build_rollouts(self, groups: list[FinishedGroup]) -> RolloutBatch:
         rollouts = concatenate([group.rollouts for group in groups])
         if self.cfg.trainer.fully_async.on_stale == "mask":
             oldest = self.global_step - 1 - self.cfg.trainer.fully_async.max_staleness_steps
             rollouts = RolloutBatch([mask_stale(group, oldest) for group in rollouts.groups], rollouts.metrics)
-        return RolloutBatch(with_different_uids(rollouts.groups), rollouts.metrics)
+        return RolloutBatch(make_group_uids_unique(rollouts.groups), rollouts.metrics)
 
     # ---- metrics, state in checkpoints
 
     def log(self) -> None:
         """Log the step's metrics, including the pool's."""
         if self.pool is not None:
-            self._record_utilisation(self.pool)
+            self._log_utilisation(self.pool)
         super().log()
 
     def write_timeline(self) -> None:
@@ -184,12 +184,12 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         trained = [group.ticket for group in self.step_groups]
         self.run_folder.append_timeline(self.global_step, self.timeline.take(trained))
 
-    def _record_utilisation(self, pool: RolloutPool) -> None:
+    def _log_utilisation(self, pool: RolloutPool) -> None:
         """Record the utilisation of trainer and engines."""
         limits, timings = pool.scheduler.limits, self.all_timings
         waited, seconds = timings["wait_for_generation_buffer"], timings["step"]
         counts = pool.take_counts()
-        self.all_metrics |= pool_metrics(counts, limits.groups_per_step, limits.max_running, waited, seconds)
+        self.all_metrics |= compute_pool_metrics(counts, limits.groups_per_step, limits.max_running, waited, seconds)
 
     def state(self) -> dict[str, Any]:
         """Return the state of the synchronous trainer and of the schedule."""
@@ -201,9 +201,9 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         if "schedule" in state:
             self._schedule_state = ScheduleState.from_json(state["schedule"])
         else:  # a checkpoint of the synchronous trainer
-            self._schedule_state = ScheduleState.after_steps(state["global_step"], self.cfg.trainer.train_batch_size)
+            self._schedule_state = ScheduleState.from_num_steps(state["global_step"], self.cfg.trainer.train_batch_size)
 
     def checkpoint_completed(self) -> None:
         """Compact the journal after a checkpoint is complete."""
         assert self.pool is not None
-        self.pool.shorten_journal()
+        self.pool.compact_journal()

@@ -96,7 +96,7 @@ class Change:
         return self.name == TRAINING_DATA or is_among(self.name, DEFINING)
 
     def __str__(self) -> str:
-        return f"{self.name}: {_short(self.before)} -> {_short(self.after)}"
+        return f"{self.name}: {_format_short(self.before)} -> {_format_short(self.after)}"
 
 
 def changes_between(before: Provenance, after: Provenance) -> list[Change]:
@@ -188,7 +188,7 @@ def _compute_digest(dataset: Dataset) -> DataDigest:
     chunk_rows = max(1, -(-num_rows // _MOST_CHUNKS))
     whole, content, chunks = hashlib.sha256(), 0, [xxhash.xxh32() for _ in range(0, num_rows, chunk_rows)]
     for index in range(num_rows):
-        text = json.dumps(dataset[index], skipkeys=True, default=_plain)
+        text = json.dumps(dataset[index], skipkeys=True, default=_convert_to_text)
         whole.update(text.encode() + b"\n")
         row = text.removesuffix(f', "{index}"]').encode()  # without the uid, which is the row's position
         content += xxhash.xxh64_intdigest(row)
@@ -202,7 +202,7 @@ def _compute_digest(dataset: Dataset) -> DataDigest:
     )
 
 
-def _plain(value: Any) -> object:
+def _convert_to_text(value: Any) -> object:
     """Convert a value that JSON does not support to a hashable text; an object without visible content to its type."""
     if isinstance(value, bytes):
         return value.hex()
@@ -213,6 +213,6 @@ def _plain(value: Any) -> object:
     return repr(value) if type(value).__repr__ is not object.__repr__ else type(value).__qualname__
 
 
-def _short(value: object) -> str:
+def _format_short(value: object) -> str:
     text = str(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"

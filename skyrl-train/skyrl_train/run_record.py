@@ -77,8 +77,8 @@ def describe_sampling(
     task = Path(cfg.generator.task).expanduser() if cfg.generator.task else None
     return {
         "tokenizer": describe_tokenizer(tokenizer),
-        "chat template": _digest(str(get_custom_chat_template(cfg.generator.chat_template))),
-        "task file": _digest(task.read_text()) if task is not None and task.is_file() else None,
+        "chat template": _compute_digest(str(get_custom_chat_template(cfg.generator.chat_template))),
+        "task file": _compute_digest(task.read_text()) if task is not None and task.is_file() else None,
         "environments": {name: describe_environment(name) for name in environment_names(cfg, dataset)},
     }
 
@@ -113,14 +113,14 @@ def machine() -> dict[str, str]:
     """Return the hardware and system properties that may change the bits of results. Does not start CUDA, which would
     use GPU memory."""
     facts = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
-    facts["cpu"] = _line_of(Path("/proc/cpuinfo"), "model name") or platform.processor()
+    facts["cpu"] = _read_value(Path("/proc/cpuinfo"), "model name") or platform.processor()
     gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    facts["gpus"] = ", ".join(_line_of(path, "Model") or "unknown" for path in gpus) or "none"
+    facts["gpus"] = ", ".join(_read_value(path, "Model") or "unknown" for path in gpus) or "none"
     facts["cuda"] = str(torch.version.cuda)
     return facts | {name: os.environ[name] for name in _VARIABLES if name in os.environ}
 
 
-def _line_of(path: Path, key: str) -> str | None:
+def _read_value(path: Path, key: str) -> str | None:
     """Return the value of `key : value` in a kernel file; None if the key is missing."""
     try:
         found = re.search(rf"^{key}\s*:\s*(.+)$", path.read_text(), re.MULTILINE)
@@ -140,8 +140,8 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> JsonObject:
     rules = [rules, tokenizer.special_tokens_map]
     return {
         "tokens": len(tokenizer),
-        "digest": _digest(json.dumps(rules, default=str)),
-        "chat_template": _digest(json.dumps(tokenizer.chat_template, default=str)),
+        "digest": _compute_digest(json.dumps(rules, default=str)),
+        "chat_template": _compute_digest(json.dumps(tokenizer.chat_template, default=str)),
     }
 
 
@@ -172,7 +172,7 @@ def describe_environment(name: str) -> JsonObject:
     return described | {"digest": hashlib.sha256(source).hexdigest()[:12]}
 
 
-def _digest(text: str) -> str:
+def _compute_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -57,7 +57,7 @@ class StepPlan:
         """Return the plan as lines of text."""
         lines = [f"a step: {self.prompts} prompts x {self.samples_a_prompt} samples = {self.samples} samples"]
         for model in self.models:
-            lines += _lines_of(model, self.update_epochs)
+            lines += _format_lines(model, self.update_epochs)
         if self.num_steps is not None:
             trained = [model for model in self.models if model.optimizer_steps]
             steps = ", ".join(f"{self.num_steps * model.optimizer_steps} of the {model.name}" for model in trained)
@@ -84,7 +84,7 @@ def step_plan(cfg: SkyRLConfig, *, num_prompts: int | None = None) -> StepPlan:
     if trainer.algorithm.uses_reference_model:
         mini_batches["ref"] = None
     models = [
-        _model_plan(cfg, name, prompts, getattr(placement, f"{name}_world_size"), get_ranks_per_replica(cfg, name))
+        _build_model_plan(cfg, name, prompts, getattr(placement, f"{name}_world_size"), get_ranks_per_replica(cfg, name))
         for name, prompts in mini_batches.items()
     ]
     num_steps = prompts_left_out = None
@@ -99,11 +99,11 @@ def step_plan(cfg: SkyRLConfig, *, num_prompts: int | None = None) -> StepPlan:
         models=tuple(models),
         num_steps=num_steps,
         prompts_left_out=prompts_left_out,
-        notes=_notes(cfg),
+        notes=_build_notes(cfg),
     )
 
 
-def _model_plan(
+def _build_model_plan(
     cfg: SkyRLConfig, name: str, mini_batch_prompts: int | None, workers: int, sequence_parallel_size: int
 ) -> ModelPlan:
     trainer, samples_a_prompt = cfg.trainer, cfg.generator.n_samples_per_prompt
@@ -111,7 +111,7 @@ def _model_plan(
     is_trained = mini_batch_prompts is not None
     prompts = mini_batch_prompts if mini_batch_prompts is not None else trainer.train_batch_size
     num_mini_batches = trainer.train_batch_size // prompts
-    rank_sizes = _divide_evenly(prompts * samples_a_prompt, data_parallel_size)
+    rank_sizes = _split_evenly(prompts * samples_a_prompt, data_parallel_size)
     rows = rows_a_micro_batch(cfg, trainer.micro_train_batch_size_per_gpu, sequence_parallel_size)
     counts = [-(-share // rows) for share in rank_sizes]
     # The policy's old log-probs are computed in its training micro-batches.
@@ -148,7 +148,7 @@ def needs_old_log_probs(cfg: SkyRLConfig) -> bool:
     return are_read or updates > 1
 
 
-def _divide_evenly(total: int, parts: int) -> list[int]:
+def _split_evenly(total: int, parts: int) -> list[int]:
     """Divide `total` into parts that differ by at most one, larger parts first."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
@@ -164,7 +164,7 @@ def rows_a_micro_batch(cfg: SkyRLConfig, rows: int, sequence_parallel_size: int)
     return rows if budget is None else max(1, budget * sequence_parallel_size // cfg.generator.longest_context)
 
 
-def _lines_of(model: ModelPlan, update_epochs: int) -> list[str]:
+def _format_lines(model: ModelPlan, update_epochs: int) -> list[str]:
     ranks = f"{model.data_parallel_size} data-parallel rank" + ("s" if model.data_parallel_size > 1 else "")
     uneven = model.samples_a_mini_batch % model.data_parallel_size != 0
     lines = []
@@ -181,7 +181,7 @@ def _lines_of(model: ModelPlan, update_epochs: int) -> list[str]:
     return lines
 
 
-def _notes(cfg: SkyRLConfig) -> tuple[str, ...]:
+def _build_notes(cfg: SkyRLConfig) -> tuple[str, ...]:
     notes = []
     if cfg.trainer.max_tokens_per_microbatch is not None:
         notes.append(
@@ -195,7 +195,7 @@ def _notes(cfg: SkyRLConfig) -> tuple[str, ...]:
             f"{cfg.generator.task or 'generator.harness'} sets the length of trajectories; one has a row for each "
             "sequence of turns that only append, usually one: the numbers of samples are for one row each"
         )
-    notes += _overlong_note(cfg)
+    notes += _format_overlong_note(cfg)
     sampling = cfg.trainer.algorithm.dynamic_sampling
     if sampling.type == "filter":
         limit = f"up to {sampling.max_sample_batches}" if sampling.max_sample_batches > 0 else "any number of"
@@ -203,7 +203,7 @@ def _notes(cfg: SkyRLConfig) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _overlong_note(cfg: SkyRLConfig) -> list[str]:
+def _format_overlong_note(cfg: SkyRLConfig) -> list[str]:
     """Describe where the overlong penalty starts and ends."""
     buffer, limit = cfg.trainer.algorithm.overlong_buffer, cfg.generator.sampling_params.max_generate_length
     if buffer.len is None:

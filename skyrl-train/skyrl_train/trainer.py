@@ -47,12 +47,12 @@ from skyrl_train.orchestration.skipped_updates import skipped_updates
 from skyrl_train.orchestration.step_metrics import first_ratio_metrics, step_metrics
 from skyrl_train.orchestration.weight_publisher import WeightPublisher
 from skyrl_train.rollouts.arrivals import Arrivals
-from skyrl_train.rollouts.collate import collate, kept_token_metrics
-from skyrl_train.rollouts.dynamic_sampling import sample_batch, with_unique_uids
+from skyrl_train.rollouts.collate import collate, compute_kept_token_metrics
+from skyrl_train.rollouts.dynamic_sampling import make_uids_unique, sample_batch
 from skyrl_train.rollouts.faults import LengthLimits, is_sound, record_faults
-from skyrl_train.rollouts.metrics import scores_of_groups, version_lag_metrics
+from skyrl_train.rollouts.metrics import compute_scores, compute_version_lag_metrics
 from skyrl_train.rollouts.timeline import Outcome, Timeline
-from skyrl_train.rollouts.trajectory_rows import sample_table, token_column_rows, trajectory_rows
+from skyrl_train.rollouts.trajectory_rows import build_trajectory_rows, iter_token_column_rows, sample_table
 from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
 from skyrl_train.run_record import WeightRecord, describe_batch
 from skyrl_train.step_plan import needs_old_log_probs, step_plan
@@ -237,11 +237,11 @@ class RayPPOTrainer(TrainingRun):
         trainer, loss = self.cfg.trainer, self.cfg.trainer.algorithm.policy_loss_type
         selector = TokenSelectorRegistry.get(loss) if loss in TokenSelectorRegistry else None
         backend = TrainingBackendRegistry.get(trainer.strategy)
-        updates = self._total_updates(trainer.policy_mini_batch_size)
+        updates = self._count_total_updates(trainer.policy_mini_batch_size)
         args = (self.cfg, PolicyLossRegistry.get(loss), updates, selector, backend)
         self.policy_model = self.placement.start_group("policy", policy_worker, args, self.run_folder)
         if trainer.critic.model.path is not None:
-            args = (self.cfg, self._total_updates(trainer.critic_mini_batch_size), backend)
+            args = (self.cfg, self._count_total_updates(trainer.critic_mini_batch_size), backend)
             self.critic_model = self.placement.start_group("critic", critic_worker, args, self.run_folder)
         if trainer.algorithm.uses_reference_model:
             self.ref_model = self.placement.start_group("ref", ref_worker, (self.cfg, backend), self.run_folder)
@@ -304,9 +304,9 @@ class RayPPOTrainer(TrainingRun):
                     rollouts = self.check_rollouts(await self.request_rollouts(prompts))
                 else:
                     rollouts = await self._generate_informative(prompts, phase)
-        async with self._recorded(rollouts):
+        async with self._write_concurrently(rollouts):
             await self.colocation.after_generating()
-        self._sample_names = self.timeline.samples_ended(_spans(rollouts, self.global_step, self.weight_version))
+        self._sample_names = self.timeline.record_samples(_iter_spans(rollouts, self.global_step, self.weight_version))
         return rollouts
 
     async def _generate_informative(self, prompts: list[PromptRow], phase: ConsolePhase) -> RolloutBatch:
@@ -317,7 +317,7 @@ class RayPPOTrainer(TrainingRun):
             rows = prompts if num_batches_before == 0 else self.train_dataloader.next_batch()
             if num_batches_before > 0:
                 phase.extend(len(rows) * self.cfg.generator.n_samples_per_prompt)
-            return self.check_rollouts(await self.request_rollouts(with_unique_uids(rows, seen)))
+            return self.check_rollouts(await self.request_rollouts(make_uids_unique(rows, seen)))
 
         settings = self.cfg.trainer.algorithm.dynamic_sampling
         return await sample_batch(request, settings, len(prompts), self.step_generator("dynamic_sampling"))
@@ -328,10 +328,10 @@ class RayPPOTrainer(TrainingRun):
         generator_input = self.generator_input(prompts)
         if self.forwards:
             self._arrivals.request([row["uid"] for row in prompts])
-            generator_input["on_group"] = self._group_finished
+            generator_input["on_group"] = self._handle_finished_group
         return request_rollouts(self.generator, generator_input)
 
-    def _group_finished(self, group: TrajectoryGroup) -> None:
+    def _handle_finished_group(self, group: TrajectoryGroup) -> None:
         """Start forward-only passes over a finished group. A group with a failed trajectory waits, since it may be
         truncated or left out."""
         generator = self.cfg.generator
@@ -357,7 +357,7 @@ class RayPPOTrainer(TrainingRun):
         generator_input, _ = prepare_generator_input(
             prompts,
             generator.n_samples_per_prompt,
-            self._sampling_keywords(),
+            self._get_sampling_keywords(),
             self.cfg.environment.env_class,
             "train",
             step,
@@ -366,20 +366,20 @@ class RayPPOTrainer(TrainingRun):
         )
         return generator_input
 
-    def _sampling_keywords(self) -> SamplingKeywords:
+    def _get_sampling_keywords(self) -> SamplingKeywords:
         """Return the engines' sampling keywords for training rollouts."""
         params = get_sampling_params(self.cfg.generator.sampling_params)
         return params | {"return_kept_tokens": True} if self.cfg.trainer.policy.sampling_mask_replay else params
 
-    def _recorded(self, rollouts: RolloutBatch) -> AbstractAsyncContextManager[None]:
+    def _write_concurrently(self, rollouts: RolloutBatch) -> AbstractAsyncContextManager[None]:
         """Record metrics of rollouts, and write the rollouts in a thread concurrently with the block."""
         self._record_metrics(rollouts)
         return run_thread_during(partial(self._write, rollouts), f"writing the trajectories of step {self.global_step}")
 
     def _record_metrics(self, rollouts: RolloutBatch) -> None:
         n = self.cfg.generator.n_samples_per_prompt
-        rewards = scores_of_groups(rollouts.groups)
-        self.all_metrics |= rollouts.metrics | version_lag_metrics(rollouts.trajectories, self.global_step - 1)
+        rewards = compute_scores(rollouts.groups)
+        self.all_metrics |= rollouts.metrics | compute_version_lag_metrics(rollouts.trajectories, self.global_step - 1)
         self.all_metrics |= self.inference_engine_client.take_metrics()
         self.all_metrics |= {
             f"reward/avg_pass_at_{n}": rewards["pass_at_n"],
@@ -391,7 +391,7 @@ class RayPPOTrainer(TrainingRun):
         """Write trajectories to disk, send the first to the tracker, and log an example every `print_example_interval`
         steps."""
         if self.cfg.trainer.dump_trajectories:
-            rows = trajectory_rows(rollouts.groups, self.tokenizer)
+            rows = build_trajectory_rows(rollouts.groups, self.tokenizer)
             self.run_folder.write_trajectories(self.global_step, "train", rows)
             if (limit := self.cfg.trainer.max_trajectories_gb) is not None:
                 self.run_folder.delete_oldest_trajectories(int(limit * 1e9))
@@ -409,7 +409,7 @@ class RayPPOTrainer(TrainingRun):
     def convert_to_training_input(self, rollouts: RolloutBatch) -> TrainingInputBatch:
         """Collate trajectories into padded tensors (see `collate`)."""
         batch = self._collate(rollouts)
-        self.all_metrics |= kept_token_metrics(batch)
+        self.all_metrics |= compute_kept_token_metrics(batch)
         return batch
 
     def _collate(self, rollouts: RolloutBatch) -> TrainingInputBatch:
@@ -441,11 +441,11 @@ class RayPPOTrainer(TrainingRun):
                     rows_each=generator.n_samples_per_prompt if by_number and generator.uses_environments else None,
                 )
                 for group in groups
-                if group is not None and self._computes_early(group)
+                if group is not None and self._can_compute_early(group)
             ]
         )
 
-    def _computes_early(self, group: ActorGroup) -> bool:
+    def _can_compute_early(self, group: ActorGroup) -> bool:
         """Return True if the workers of a model may compute while engines generate. On CPU, models are never
         offloaded."""
         on_cpu = self.cfg.trainer.placement.resolve_device() == "cpu"
@@ -496,12 +496,12 @@ class RayPPOTrainer(TrainingRun):
             prefixes=None if max_tokens is None else group.prefix_order(batch),
         )
 
-    def _updates(self, mini_batch_size: int) -> int:
+    def _count_updates(self, mini_batch_size: int) -> int:
         """Return the number of optimizer steps of a training step."""
         return self.cfg.trainer.train_batch_size // mini_batch_size * self.cfg.trainer.update_epochs_per_batch
 
-    def _total_updates(self, mini_batch_size: int) -> int:
-        return max(1, self.total_training_steps * self._updates(mini_batch_size))
+    def _count_total_updates(self, mini_batch_size: int) -> int:
+        return max(1, self.total_training_steps * self._count_updates(mini_batch_size))
 
     def compute_advantages_and_returns(self, batch: TrainingInputBatch) -> TrainingInputBatch:
         """Compute advantages (`prepare_training_batch`) and update the KL controller by the step's divergence."""
@@ -559,7 +559,7 @@ class RayPPOTrainer(TrainingRun):
             self.all_metrics |= rollout_mismatch_metrics(batch, algorithm.max_rollout_gap)
         if records_tokens:
             batch["entropies"] = update.entropies
-            self.run_folder.write_token_columns(self.global_step, token_column_rows(batch))
+            self.run_folder.write_token_columns(self.global_step, iter_token_column_rows(batch))
         if trainer.dump_trajectories:
             self.fingerprints["batch"] = describe_batch(batch)
         self.all_metrics |= step_metrics("policy", update.losses, update.steps)
@@ -621,7 +621,7 @@ class RayPPOTrainer(TrainingRun):
             await self._load_reference()
 
 
-def _spans(rollouts: RolloutBatch, step: int, version: int) -> Iterator[tuple[str, float, float, int, Outcome]]:
+def _iter_spans(rollouts: RolloutBatch, step: int, version: int) -> Iterator[tuple[str, float, float, int, Outcome]]:
     """Yield name, start, end, weight version and outcome of a step's trajectories with known times."""
     for group in rollouts.groups:
         for each in group.trajectories:

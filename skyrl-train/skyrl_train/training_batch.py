@@ -174,7 +174,7 @@ class TensorBatch(dict[str, torch.Tensor | None]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle tensors as numpy arrays, which Ray keeps in shared memory without a further copy."""
         arrays = {key: None if value is None else _to_array(value) for key, value in self.items()}
-        return _rebuild, (type(self), arrays, self.metadata)
+        return _load_pickled, (type(self), arrays, self.metadata)
 
 
 def _to_array(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype]:
@@ -183,7 +183,7 @@ def _to_array(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype]:
     return (tensor if as_dtype is None else tensor.view(as_dtype)).numpy(), tensor.dtype
 
 
-def _rebuild(
+def _load_pickled(
     cls: type[TensorBatch], arrays: dict[str, tuple[np.ndarray, torch.dtype] | None], metadata: dict[str, Any]
 ) -> TensorBatch:
     tensors: dict[str, torch.Tensor | None] = {}

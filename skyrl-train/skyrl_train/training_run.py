@@ -111,7 +111,7 @@ class TrainingRun(ABC):
         run has nothing of this step left to do."""
         trainer = self.cfg.trainer
         await self.saver.raise_failure()
-        await self._observe_workers()
+        await self._log_worker_load()
         for hook in self.hooks:
             await hook.on_step_end()
         if self.is_due(trainer.eval_interval):
@@ -168,7 +168,7 @@ class TrainingRun(ABC):
         await self.saver.wait()
         self.stop_request.end()
 
-    async def _observe_workers(self) -> None:
+    async def _log_worker_load(self) -> None:
         """Advance the policy's profile by a step, and add GPU load to the metrics, if enabled."""
         trainer, policy = self.cfg.trainer, self.trainable_groups[0]
         if trainer.policy.torch_profiler_config.enable:
@@ -243,7 +243,7 @@ class TrainingRun(ABC):
             self.checkpoints.rename_later(than=None)
             await self.load_more(None)
             self.run_folder.delete_after(-1)
-            self._begin()
+            self._start_record()
             return
         folder = found.folder
         with (
@@ -258,7 +258,7 @@ class TrainingRun(ABC):
         self.load_state(state)
         self.global_step = extract_step_from_path(folder)
         self.run_folder.delete_after(self.global_step)
-        self._begin()
+        self._start_record()
         for hook in self.hooks:
             hook.on_resume()
         logger.info(f"resumed after step {self.global_step} from {folder}")
@@ -267,7 +267,7 @@ class TrainingRun(ABC):
         if self.global_step >= self.total_training_steps:
             logger.info(finished_message(folder, self.total_training_steps))
 
-    def _begin(self) -> None:
+    def _start_record(self) -> None:
         """Record the inputs of this start. From here on, a checkpoint can answer a stop request."""
         self._saved_step = self.global_step
         if self.cfg.trainer.ckpt_interval > 0:

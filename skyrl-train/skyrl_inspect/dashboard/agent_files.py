@@ -60,7 +60,7 @@ def _get_stages(seconds: JsonObject, ended: object) -> list[list[object]]:
 
 def compute_branches(record: JsonObject) -> list[list[int | None]]:
     """Return the place of each row in the tree of a trajectory's rows, as [parent, common tokens]
-    (`rollouts.certificate.token_tree`). Not for tables: it compares each row with all before."""
+    (`rollouts.certificate.build_token_tree`). Not for tables: it compares each row with all before."""
     parts = [part for part in _list(record.get("rows")) if isinstance(part, dict)][:MAX_BRANCHES]
     rows = [_list(part.get("prompt_ids")) + _list(part.get("response_ids")) for part in parts]
     found: list[list[int | None]] = []

@@ -50,7 +50,7 @@ class Adviser:
             groups: that it trained.
             step_seconds: of the step without waiting for groups and without the weight sync.
             waited_seconds: for groups.
-            metrics: of the step (`pool_metrics`, `group_metrics`, mismatch with the engines).
+            metrics: of the step (`compute_pool_metrics`, `compute_group_metrics`, mismatch with the engines).
         """
         self._groups.extend(group.seconds for group in groups)
         self._steps.append((step_seconds, sync_seconds, waited_seconds))

@@ -247,7 +247,9 @@ class Simulation:
                 function()
             else:
                 self._now = engine.end
-                assert self._now < math.inf, f"{self._scheduler.why_not_started()}; {self._scheduler.why_no_batch()}"
+                assert self._now < math.inf, (
+                    f"{self._scheduler.describe_why_not_started()}; {self._scheduler.describe_why_no_batch()}"
+                )
                 self._complete_tokens(engine.pop())
         self._pause(True)  # brings all engines up to now
         run = self.run
@@ -273,7 +275,7 @@ class Simulation:
     def _start_step(self) -> None:
         """Begin a training step, if the trainer is free and the groups are finished."""
         is_busy = self._batch is not None or self._is_syncing or len(self.run.num_samples) == self._num_steps
-        if is_busy or (batch := self._scheduler.next_batch()) is None:
+        if is_busy or (batch := self._scheduler.get_next_batch()) is None:
             return
         run, step = self.run, self._scheduler.num_trained_steps
         ages = {ticket: step - self._oldest_version.pop(ticket) for ticket in batch}
@@ -289,7 +291,7 @@ class Simulation:
 
     def _complete_step(self) -> None:
         assert self._batch is not None
-        self._scheduler.trained(self._batch)
+        self._scheduler.record_trained(self._batch)
         self._batch = None
         self._restart_stale()
         if self._scheduler.num_trained_steps % self._sync_every_steps:
@@ -302,7 +304,7 @@ class Simulation:
     def _complete_sync(self) -> None:
         self._is_syncing = False
         self._pause(False)
-        self._scheduler.synced(self._scheduler.num_trained_steps)
+        self._scheduler.record_synced(self._scheduler.num_trained_steps)
         self._go_on()
 
     def _go_on(self) -> None:
@@ -317,7 +319,7 @@ class Simulation:
             engine.pause(is_paused, self._now)
 
     def _start_groups(self) -> None:
-        while not self._is_syncing and self._scheduler.may_start():
+        while not self._is_syncing and self._scheduler.can_start():
             ticket = self._scheduler.start()
             self._oldest_version[ticket] = version = self._scheduler.version
             self._open[ticket] = group = _Group(ticket, version)
@@ -328,7 +330,7 @@ class Simulation:
             group.num_open = len(group.sequences)
 
     def _restart_stale(self) -> None:
-        for ticket in self._scheduler.take_stale():
+        for ticket in self._scheduler.requeue_stale():
             self.run.num_restarted += 1
             if self._random.random() >= self._costs.repeatability:
                 self._drawn[ticket] = self._draw_group()
@@ -355,7 +357,7 @@ class Simulation:
             del self._open[group.ticket]
             self._finished_at[group.ticket] = self._now
             newest = group.newest_version if self._limits.on_stale == "mask" else None
-            self._scheduler.finished(group.ticket, newest)
+            self._scheduler.record_finished(group.ticket, newest)
             self._restart_stale()
             self._start_groups()
             self._start_step()

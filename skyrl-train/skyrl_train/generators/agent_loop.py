@@ -32,7 +32,7 @@ class LengthBudget:
     max_tokens: int
     max_context_length: int | None = None
 
-    def tokens_left(self, num_input_tokens: int) -> int:
+    def get_tokens_left(self, num_input_tokens: int) -> int:
         """Return the number of tokens that the model may generate after this many input tokens."""
         if num_input_tokens > self.max_input_length:
             return 0
@@ -61,7 +61,7 @@ class EngineSession:
     turn_lengths: list[int] = field(default_factory=list)
     """Number of tokens of every completion so far."""
 
-    def request(self, input_ids: list[int], turn: int, max_tokens: int) -> GenerationRequest:
+    def build_request(self, input_ids: list[int], turn: int, max_tokens: int) -> GenerationRequest:
         """Build the request of a turn: continue `input_ids` by at most `max_tokens` tokens."""
         params = self.sampling_params | {"max_tokens": max_tokens, "seed": self.seed_of_turn(turn)}
         return GenerationRequest(prompt_token_ids=input_ids, sampling_params=params, session_id=self.session_id)
@@ -114,17 +114,17 @@ async def run_agent_loop(
         RolloutError: the environment, its reward, the model or the engine failed.
     """
     dialogue.open(await env.init(prompt))
-    turn, input_ids = 0, dialogue.input_ids()
-    while max_tokens := budget.tokens_left(len(input_ids)):
+    turn, input_ids = 0, dialogue.get_input_ids()
+    while max_tokens := budget.get_tokens_left(len(input_ids)):
         async with session.deadline():
-            completion = await session.engine.generate(session.request(input_ids, turn, max_tokens))
+            completion = await session.engine.generate(session.build_request(input_ids, turn, max_tokens))
         session.check(completion)
         dialogue.add_completion(completion)
         step = await env.step(completion.text)
         dialogue.add_step(completion, step)
         if step.done:
             return completion.stop_reason
-        previous_input_ids, input_ids = input_ids, dialogue.input_ids()
+        previous_input_ids, input_ids = input_ids, dialogue.get_input_ids()
         if input_ids == previous_input_ids:
             raise RolloutError(
                 "environment",

@@ -81,7 +81,7 @@ class GeneratorInterface(ABC):
         Raises:
             RuntimeError, ValueError: the columns returned by `generate` are inconsistent or do not match the input.
         """
-        return to_rollout_batch(await self.generate(input_batch), trajectory_ids_of(input_batch))
+        return to_rollout_batch(await self.generate(input_batch), get_trajectory_ids(input_batch))
 
 
 def request_rollouts(generator: GeneratorInterface, input_batch: GeneratorInput) -> Awaitable[RolloutBatch]:
@@ -95,7 +95,7 @@ def request_rollouts(generator: GeneratorInterface, input_batch: GeneratorInput)
     raise TypeError(f"{type(generator).__name__} is no generator: it has neither `generate` nor `generate_groups`")
 
 
-def trajectory_ids_of(input_batch: GeneratorInput) -> list[TrajectoryID]:
+def get_trajectory_ids(input_batch: GeneratorInput) -> list[TrajectoryID]:
     """Return the requested sample at each position of an input; without ids, each position is a separate prompt."""
     return input_batch.get("trajectory_ids") or [TrajectoryID(str(i), 0) for i in range(len(input_batch["prompts"]))]
 
@@ -119,6 +119,6 @@ def report_groups(
         for task in own:
             task.add_done_callback(ended)
 
-    pairs = zip(trajectory_ids_of(input_batch), tasks, strict=True)
+    pairs = zip(get_trajectory_ids(input_batch), tasks, strict=True)
     for _, samples in itertools.groupby(pairs, key=lambda pair: pair[0].instance_id):
         watch([task for _, task in samples])

@@ -13,7 +13,7 @@ from loguru import logger
 from skyrl_train.errors import RolloutError
 from skyrl_train.expert_routes import ExpertRoutes, join_routes
 from skyrl_train.generators.environment import StepResult
-from skyrl_train.generators.rewards import TurnReward, token_rewards
+from skyrl_train.generators.rewards import TurnReward, compute_token_rewards
 from skyrl_train.generators.tokenization import ChatFormat
 from skyrl_train.inference_engines.request import Completion
 from skyrl_train.kept_tokens import KeptTokens, join_kept_tokens
@@ -46,7 +46,7 @@ class ResponseTokens:
         self.loss_mask += [1] * len(ids)
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
         self.weight_versions += weight_versions
-        self._append_kept(kept or KeptTokens.whole_vocabulary(len(ids)))
+        self._append_kept_tokens(kept or KeptTokens.whole_vocabulary(len(ids)))
 
     def append_context(self, ids: list[int]) -> None:
         """Append tokens that the model did not generate: from the environment, the template or this generator."""
@@ -54,7 +54,7 @@ class ResponseTokens:
         self.loss_mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
         self.weight_versions += [NO_VERSION] * len(ids)
-        self._append_kept(KeptTokens.whole_vocabulary(len(ids)))
+        self._append_kept_tokens(KeptTokens.whole_vocabulary(len(ids)))
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
@@ -62,10 +62,10 @@ class ResponseTokens:
             del tokens[length:]
         self.kept = self.kept.first(length)
 
-    def _append_kept(self, kept: KeptTokens) -> None:
+    def _append_kept_tokens(self, kept: KeptTokens) -> None:
         self.kept = join_kept_tokens([self.kept, kept])
 
-    def as_sample(
+    def to_sample(
         self, prompt_ids: list[int], turn_rewards: list[TurnReward], routes: ExpertRoutes | None = None
     ) -> TrainingSample:
         """Build the training sample of a prompt and this response, which has at least one token."""
@@ -73,7 +73,7 @@ class ResponseTokens:
             prompt_ids=prompt_ids,
             response_ids=self.ids,
             loss_mask=self.loss_mask,
-            rewards=token_rewards(len(self), turn_rewards),
+            rewards=compute_token_rewards(len(self), turn_rewards),
             log_probs=self.logprobs,
             weight_versions=self.weight_versions,
             routes=routes,
@@ -94,7 +94,7 @@ class Dialogue(ABC):
         """Add the messages before the first completion."""
 
     @abstractmethod
-    def input_ids(self) -> list[int]:
+    def get_input_ids(self) -> list[int]:
         """Return the input of the next completion."""
 
     @abstractmethod
@@ -112,13 +112,13 @@ class Dialogue(ABC):
 
     def to_failed_samples(self) -> list[TrainingSample]:
         """Return the tokens so far of a failed trajectory, all masked and without reward."""
-        response = self._partial_response()
+        response = self._get_partial_response()
         if not response.ids:
             response.append_context(self.chat.closing_ids)
         response.loss_mask = [0] * len(response)
-        return [response.as_sample(self.prompt_ids, [])]
+        return [response.to_sample(self.prompt_ids, [])]
 
-    def _partial_response(self) -> ResponseTokens:
+    def _get_partial_response(self) -> ResponseTokens:
         return ResponseTokens()
 
 
@@ -136,7 +136,7 @@ class TokenDialogue(Dialogue):
     def open(self, history: ConversationType) -> None:
         self.prompt_ids = self.chat.ids(history, add_generation_prompt=True)
 
-    def input_ids(self) -> list[int]:
+    def get_input_ids(self) -> list[int]:
         return self.prompt_ids + self.response.ids
 
     def add_completion(self, completion: Completion) -> None:
@@ -153,9 +153,9 @@ class TokenDialogue(Dialogue):
         self._truncate(self._turn_end)
         if not self.response.ids:
             self.response.append_context(self.chat.closing_ids)
-        return [self.response.as_sample(self.prompt_ids, self.turn_rewards, self._routes)]
+        return [self.response.to_sample(self.prompt_ids, self.turn_rewards, self._routes)]
 
-    def _partial_response(self) -> ResponseTokens:
+    def _get_partial_response(self) -> ResponseTokens:
         self._truncate(self._turn_end)
         return self.response
 
@@ -173,21 +173,21 @@ class TokenDialogue(Dialogue):
         """
         if text == completion.text:
             return
-        kept = self._tokens_of_beginning(completion, text)
+        kept = self._find_prefix_tokens(completion, text)
         self._truncate(self._turn_start + (kept or 0))
         if kept is None:
-            _warn_of_encoded_action()
+            _log_encoded_action_warning()
             self.response.append_context(self.chat.encode(text))
         self._turn_end = len(self.response)
 
-    def _tokens_of_beginning(self, completion: Completion, text: str) -> int | None:
+    def _find_prefix_tokens(self, completion: Completion, text: str) -> int | None:
         if not completion.text.startswith(text):
             return None
         ids = completion.token_ids
         length = bisect_left(range(len(ids) + 1), len(text), key=lambda n: len(self.chat.decode(ids[:n])))
         return length if self.chat.decode(ids[:length]) == text else None
 
-    def _last_generated_token(self) -> int:
+    def _find_last_generated_token(self) -> int:
         """Return the index of the turn's last generated token, or of its last token if none was generated."""
         for index in range(self._turn_end - 1, self._turn_start - 1, -1):
             if self.response.loss_mask[index]:
@@ -211,7 +211,7 @@ class ConversationDialogue(TokenDialogue):
         if step.postprocessed_action is not None:
             self._replace_answer(completion, step.postprocessed_action)
         text = completion.text if step.postprocessed_action is None else step.postprocessed_action
-        self.turn_rewards.append(TurnReward(self._last_generated_token(), step.reward))
+        self.turn_rewards.append(TurnReward(self._find_last_generated_token(), step.reward))
         if self.stop_strings and text.endswith(self.stop_strings) and not self._is_closed(text):
             self.response.append_context(self.chat.closing_ids)
             self._turn_end = len(self.response)
@@ -222,7 +222,7 @@ class ConversationDialogue(TokenDialogue):
             closed = self._is_closed(text) or not cut_short
             last_id = self.response.ids[-1] if self.response.ids else None
             self.response.append_context(
-                self.chat.continuation_ids(step.observations, answer_is_closed=closed, last_id=last_id)
+                self.chat.get_continuation_ids(step.observations, answer_is_closed=closed, last_id=last_id)
             )
 
     def _is_closed(self, text: str) -> bool:
@@ -239,8 +239,8 @@ class SingleMessageDialogue(TokenDialogue):
         if step.postprocessed_action is not None:
             self._replace_answer(completion, step.postprocessed_action)
         if not step.done:
-            self._drop_end()
-        self.turn_rewards.append(TurnReward(self._last_generated_token(), step.reward))
+            self._remove_turn_end()
+        self.turn_rewards.append(TurnReward(self._find_last_generated_token(), step.reward))
         if not step.done:
             for message in step.observations:
                 self.response.append_context(self.chat.encode(message["content"]))
@@ -253,7 +253,7 @@ class SingleMessageDialogue(TokenDialogue):
             self._turn_end = len(self.response)
         return super().finish(stop_reason)
 
-    def _drop_end(self) -> None:
+    def _remove_turn_end(self) -> None:
         """Remove the end-of-turn token, since the message continues."""
         if self.chat.turn_ends.are_in(self.response.ids[self._turn_start : self._turn_end]):
             self._truncate(self._turn_end - 1)
@@ -278,7 +278,7 @@ class RetokenizedDialogue(Dialogue):
         self._num_messages = len(history)
         self.prompt_ids = self.chat.ids(history)
 
-    def input_ids(self) -> list[int]:
+    def get_input_ids(self) -> list[int]:
         return self.chat.ids(self.messages, add_generation_prompt=True)
 
     def add_completion(self, completion: Completion) -> None:
@@ -296,25 +296,25 @@ class RetokenizedDialogue(Dialogue):
     def finish(self, stop_reason: str) -> list[TrainingSample]:
         response, turn_rewards = ResponseTokens(), []
         if self.turns:
-            ids, assistant_mask = self._rendered()
+            ids, assistant_mask = self._render()
             response.append_context(ids)
-            turn_rewards = self._mark_answers(response, assistant_mask)
+            turn_rewards = self._set_generated_tokens(response, assistant_mask)
         else:
             response.append_context(self.chat.closing_ids)
-        return [response.as_sample(self.prompt_ids, turn_rewards)]
+        return [response.to_sample(self.prompt_ids, turn_rewards)]
 
-    def _rendered(self) -> tuple[list[int], list[int]]:
+    def _render(self) -> tuple[list[int], list[int]]:
         """Render the conversation; return ids and assistant mask of everything after the prompt."""
-        ids, mask = self.chat.ids_and_written_mask(self.messages[: self._num_messages])
+        ids, mask = self.chat.get_ids_and_generated_mask(self.messages[: self._num_messages])
         if ids[: len(self.prompt_ids)] != self.prompt_ids:
             raise RolloutError(
                 "environment", "the chat template rewrote the prompt when an answer followed it; use another template"
             )
         return ids[len(self.prompt_ids) :], mask[len(self.prompt_ids) :]
 
-    def _mark_answers(self, response: ResponseTokens, assistant_mask: list[int]) -> list[TurnReward]:
+    def _set_generated_tokens(self, response: ResponseTokens, assistant_mask: list[int]) -> list[TurnReward]:
         """Set loss mask and weight versions of every completion; return their rewards."""
-        spans = _runs_of_ones(assistant_mask)
+        spans = _find_runs_of_ones(assistant_mask)
         if len(spans) != len(self.turns):
             raise RolloutError(
                 "environment",
@@ -335,14 +335,14 @@ class RetokenizedDialogue(Dialogue):
         return turn_rewards
 
 
-def _runs_of_ones(mask: list[int]) -> list[tuple[int, int]]:
+def _find_runs_of_ones(mask: list[int]) -> list[tuple[int, int]]:
     """Return start and end of each run of ones."""
     edges = [i for i, (a, b) in enumerate(zip([0, *mask], [*mask, 0], strict=True)) if a != b]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 @functools.cache
-def _warn_of_encoded_action() -> None:
+def _log_encoded_action_warning() -> None:
     """Log a warning once per process."""
     logger.warning(
         "an environment replaced the model's text by a postprocessed_action that is not a beginning of it: the model "

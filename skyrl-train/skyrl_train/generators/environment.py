@@ -82,30 +82,30 @@ class DaemonThreads:
             DeadlineExceeded: the call exceeded the deadline. Its slot is released.
         """
         if inspect.iscoroutinefunction(function):
-            return await self._before_deadline(function(*args))
+            return await self._wait_until_deadline(function(*args))
         if self.max_workers == 0:
             result = function(*args)
         else:
-            async with self._slot():
-                result = await self._before_deadline(_in_daemon_thread(partial(function, *args), discard))
+            async with self._acquire_slot():
+                result = await self._wait_until_deadline(_run_in_daemon_thread(partial(function, *args), discard))
         # A plain method may still return a coroutine (a decorator, a functools.partial).
         if inspect.isawaitable(result):
-            return await self._before_deadline(result)
+            return await self._wait_until_deadline(result)
         return result  # pyright: ignore[reportReturnType]
 
     @contextlib.asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
+    async def _acquire_slot(self) -> AsyncIterator[None]:
         slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_workers))
         with waiting("a free one", on=THREADS) if slots.locked() else contextlib.nullcontext():
             began, computed = time.monotonic(), time.process_time()
             await slots.acquire()
-            self._note_wait(time.monotonic() - began, time.process_time() - computed)
+            self._record_wait(time.monotonic() - began, time.process_time() - computed)
         try:
             yield
         finally:
             slots.release()
 
-    def _note_wait(self, seconds: float, computed: float) -> None:
+    def _record_wait(self, seconds: float, computed: float) -> None:
         """Warn once if calls have waited long for threads although the process was mostly idle, since rollouts and
         engines then wait as well. More threads do not help environments that compute."""
         if computed < seconds / 2:
@@ -119,7 +119,7 @@ class DaemonThreads:
                 self.max_workers,
             )
 
-    async def _before_deadline(self, awaitable: Awaitable[T]) -> T:
+    async def _wait_until_deadline(self, awaitable: Awaitable[T]) -> T:
         deadline = asyncio.timeout(self.timeout_seconds)
         try:
             async with deadline:
@@ -130,7 +130,7 @@ class DaemonThreads:
             raise
 
 
-def _in_daemon_thread(function: Callable[[], T], discard: Callable[[T], None] | None) -> "asyncio.Future[T]":
+def _run_in_daemon_thread(function: Callable[[], T], discard: Callable[[T], None] | None) -> "asyncio.Future[T]":
     """Run `function` in an idle or new daemon thread. Cancelling the future abandons the call."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
@@ -225,7 +225,7 @@ class EnvironmentSession:
         try:
             history, _ = answer
         except (TypeError, ValueError):
-            raise self._fault("environment", "init", "must return (messages, info)") from None
+            raise self._convert_fault("environment", "init", "must return (messages, info)") from None
         self._check_messages("init", history)
         return history
 
@@ -236,13 +236,15 @@ class EnvironmentSession:
         """Step the environment with the text of a completion."""
         output = await self._call("step", self._env.step, text)
         if not isinstance(output, dict) or "done" not in output:
-            raise self._fault(
+            raise self._convert_fault(
                 "environment", "step", f"must return a dict with reward, done, observations; got {output!r}"
             )
         reward = to_finite(output.get("reward"))
         if reward is None:
             given = describe(output.get("reward"))
-            raise self._fault("reward", "step", f"must give a finite number as reward in every step; got {given}")
+            raise self._convert_fault(
+                "reward", "step", f"must give a finite number as reward in every step; got {given}"
+            )
         if "truncated" in output:
             self._truncated = bool(output["truncated"])
         observations = output.get("observations") or []
@@ -255,7 +257,7 @@ class EnvironmentSession:
             postprocessed_action=output.get("postprocessed_action"),
         )
 
-    async def metrics(self) -> dict[str, Any]:
+    async def get_metrics(self) -> dict[str, Any]:
         """Return the episode's metrics, including `truncated` if the environment reports it."""
         known = {} if self._truncated is None else {"truncated": self._truncated}
         if not hasattr(self._env, "get_metrics"):
@@ -263,7 +265,9 @@ class EnvironmentSession:
         metrics = await self._call("get_metrics", self._env.get_metrics)
         if not isinstance(metrics, Mapping):
             given = describe(metrics)
-            raise self._fault("environment", "get_metrics", f"must return a dict of metrics, maybe empty; got {given}")
+            raise self._convert_fault(
+                "environment", "get_metrics", f"must return a dict of metrics, maybe empty; got {given}"
+            )
         return known | dict(metrics)
 
     async def close(self) -> None:
@@ -283,16 +287,18 @@ class EnvironmentSession:
         except DeadlineExceeded as error:
             late = f"{error} ({DEADLINE_SETTING})"
             why = await asyncio.to_thread(write_explanation, f"{method} of {name} {late}")
-            raise self._fault("environment", method, late + why) from error
+            raise self._convert_fault("environment", method, late + why) from error
         except InfraError as error:
-            raise self._fault("infrastructure", method, f"needs what does not work: {error}") from error
+            raise self._convert_fault("infrastructure", method, f"needs what does not work: {error}") from error
         except Exception as error:  # environments are user code: their errors end only this trajectory
             what = f"raised {type(error).__name__}: {error}{format_last_location(error)}"
-            raise self._fault("environment", method, what) from error
+            raise self._convert_fault("environment", method, what) from error
 
     def _check_messages(self, method: str, messages: object) -> None:
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-            raise self._fault("environment", method, f"must give a list of chat messages; got {messages!r:.200}")
+            raise self._convert_fault(
+                "environment", method, f"must give a list of chat messages; got {messages!r:.200}"
+            )
 
-    def _fault(self, kind: FailureKind, method: str, what: str) -> RolloutError:
+    def _convert_fault(self, kind: FailureKind, method: str, what: str) -> RolloutError:
         return RolloutError(kind, f"environment {self.env_class!r}: {method} {what}")

@@ -19,7 +19,7 @@ from skyrl_train.endpoint.recorder import (
     remove_repeats,
 )
 from skyrl_train.generators.base import Failure, TrajectoryID
-from skyrl_train.rollouts.certificate import certificate_metrics, certify
+from skyrl_train.rollouts.certificate import compute_certificate_metrics, create_certificate
 from skyrl_train.rollouts.filters import map_samples, to_failed_sample
 from skyrl_train.rollouts.joining import merge_appending_turns
 from skyrl_train.rollouts.types import NO_VERSION, TrainingSample, Trajectory
@@ -28,17 +28,17 @@ _PLACEHOLDER = 0
 """A token id that every vocabulary has."""
 
 
-def recorded_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def compute_recorded_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Compute `recorded/turns` (completions included in a row), `recorded/trajectories_without_turns` and the
     certificate metrics."""
     certificates = [each.certificate for each in trajectories if each.certificate is not None]
     return {
         "recorded/turns": float(sum(len(each.turn_lengths) for each in trajectories)),
         "recorded/trajectories_without_turns": float(sum(not each.turn_lengths for each in trajectories)),
-    } | certificate_metrics(certificates)
+    } | compute_certificate_metrics(certificates)
 
 
-def recorded_trajectory(
+def build_recorded_trajectory(
     record: SessionRecord,
     reward: float,
     trajectory_id: TrajectoryID,
@@ -57,7 +57,7 @@ def recorded_trajectory(
     """
     turns = order_in_chains(remove_repeats(record.turns))
     if not turns:
-        return _without_turns(trajectory_id, failure)
+        return _build_empty_trajectory(trajectory_id, failure)
     samples = [_sample(turn, temperature) for turn in turns]
     if (last := next((sample for sample in reversed(samples) if sample.rewards), None)) is not None:
         last.rewards[-1] = float(reward)
@@ -73,7 +73,7 @@ def recorded_trajectory(
         trajectory = replace(map_samples(trajectory, to_failed_sample), failure=failure, stop_reason="error")
     num_used = sum(trajectory.turn_lengths)
     other = sum(len(turn.response_ids) for turn in turns if not _trains(turn, temperature))
-    certificate = certify(
+    certificate = create_certificate(
         trajectory.samples,
         turns,
         num_drawn=record.num_generated,
@@ -83,7 +83,7 @@ def recorded_trajectory(
             "failed_trajectory": num_used if failure else 0,
             "unfinished_answers": record.num_admitted - record.num_answered,
         },
-        new_rows=_reasons(turns),
+        new_rows=_count_reasons(turns),
     )
     return replace(trajectory, certificate=certificate)
 
@@ -103,7 +103,7 @@ def _trains(turn: RecordedTurn, temperature: float | None) -> bool:
     return temperature is None or turn.temperature == temperature
 
 
-def _reasons(turns: Sequence[RecordedTurn]) -> Counter[str]:
+def _count_reasons(turns: Sequence[RecordedTurn]) -> Counter[str]:
     """Count the reasons why rows after the first started.
 
     fork          another conversation continues from the same completion
@@ -127,7 +127,7 @@ def _reasons(turns: Sequence[RecordedTurn]) -> Counter[str]:
     return reasons
 
 
-def _without_turns(trajectory_id: TrajectoryID, failure: Failure | None) -> Trajectory:
+def _build_empty_trajectory(trajectory_id: TrajectoryID, failure: Failure | None) -> Trajectory:
     message = "the agent got no answer in its session: it made no request, or all of them failed"
     sample = TrainingSample([_PLACEHOLDER], [_PLACEHOLDER], [0], [0.0], [0.0], [NO_VERSION])
     failure = failure or Failure("infrastructure", message)

@@ -12,7 +12,7 @@ class TurnReward:
     reward: float
 
 
-def token_rewards(num_tokens: int, turn_rewards: Sequence[TurnReward]) -> list[float]:
+def compute_token_rewards(num_tokens: int, turn_rewards: Sequence[TurnReward]) -> list[float]:
     """Return one reward per token: 0 except at the turns' last tokens. The reward of a turn without tokens is added to
     the previous token.
 

@@ -26,18 +26,18 @@ def get_sampling_params(sampling_params_cfg: "SamplingParams") -> SamplingKeywor
     return params | dict(sampling_params_cfg.additional_kwargs or {})
 
 
-def request_seed(seed: int, metadata: BatchMetadata | None, trajectory_id: TrajectoryID, turn: int) -> int:
+def compute_request_seed(seed: int, metadata: BatchMetadata | None, trajectory_id: TrajectoryID, turn: int) -> int:
     """Return a 63-bit seed of one engine call: distinct for every batch (`BatchMetadata.seed`), sample and turn, equal
     in every process and after a resume."""
-    return _hashed(seed, metadata, trajectory_id.instance_id, trajectory_id.repetition_id, turn)
+    return _compute_hash(seed, metadata, trajectory_id.instance_id, trajectory_id.repetition_id, turn)
 
 
-def episode_seed(seed: int, metadata: BatchMetadata | None, trajectory_id: TrajectoryID) -> int:
+def compute_episode_seed(seed: int, metadata: BatchMetadata | None, trajectory_id: TrajectoryID) -> int:
     """Return the seed of an environment's episode: equal for all samples of a prompt, since their rewards are
     compared."""
-    return _hashed(seed, metadata, trajectory_id.instance_id, "episode")
+    return _compute_hash(seed, metadata, trajectory_id.instance_id, "episode")
 
 
-def _hashed(seed: int, metadata: BatchMetadata | None, *what: object) -> int:
+def _compute_hash(seed: int, metadata: BatchMetadata | None, *what: object) -> int:
     batch = (metadata.training_phase, metadata.seed) if metadata else ("train", None)
     return int.from_bytes(hashlib.sha256(repr((seed, *batch, *what)).encode()).digest()[:8], "big") >> 1

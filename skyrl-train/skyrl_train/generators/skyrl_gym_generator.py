@@ -24,8 +24,8 @@ from skyrl_train.generators.base import (
     GeneratorInterface,
     GeneratorOutput,
     TrajectoryID,
+    get_trajectory_ids,
     report_groups,
-    trajectory_ids_of,
 )
 from skyrl_train.generators.dialogue import (
     ConversationDialogue,
@@ -34,7 +34,7 @@ from skyrl_train.generators.dialogue import (
     SingleMessageDialogue,
 )
 from skyrl_train.generators.environment import DaemonThreads, EnvironmentSession
-from skyrl_train.generators.sampling import episode_seed, get_sampling_params, request_seed
+from skyrl_train.generators.sampling import compute_episode_seed, compute_request_seed, get_sampling_params
 from skyrl_train.generators.sessions import announced
 from skyrl_train.generators.step_wise_dialogue import StepWiseDialogue
 from skyrl_train.generators.tokenization import ChatFormat, ChatTemplateError
@@ -42,8 +42,8 @@ from skyrl_train.inference_engines.base import InferenceEngineInterface, Samplin
 from skyrl_train.rollouts.adapter import to_generator_output
 from skyrl_train.rollouts.filters import map_trajectories, mask_overlong, mask_unended, zero_reward_on_non_stop
 from skyrl_train.rollouts.joining import merge_appending_turns
-from skyrl_train.rollouts.metrics import rollout_metrics
-from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, grouped
+from skyrl_train.rollouts.metrics import compute_rollout_metrics
+from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, group_trajectories
 from skyrl_train.types import ConversationType
 from skyrl_train.utils.async_blocks import raise_first_error
 from skyrl_train.utils.chat_templates import get_custom_chat_template
@@ -137,33 +137,33 @@ class SkyRLGymGenerator(GeneratorInterface):
                 retokenized at each turn (except for step-wise trajectories). Both are checked before generation.
             WorkerError: an engine's process crashed.
         """
-        requests = self._requests(input_batch)
+        requests = self._build_requests(input_batch)
         sessions = [(request.trajectory_id, request.session_id) for request in requests]
         with raise_first_error(), announced(self.inference_engine_client, sessions):
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._trajectory(request)) for request in requests]
+                tasks = [group.create_task(self._generate_trajectory(request)) for request in requests]
                 if (on_group := input_batch.get("on_group")) is not None:
-                    report_groups(tasks, input_batch, lambda own: on_group(*self._finished(own).groups))
-        return self._batch([task.result() for task in tasks])
+                    report_groups(tasks, input_batch, lambda own: on_group(*self._build_finished_groups(own).groups))
+        return self._build_batch([task.result() for task in tasks])
 
     # -- one trajectory
 
-    async def _trajectory(self, request: RolloutRequest) -> Trajectory:
+    async def _generate_trajectory(self, request: RolloutRequest) -> Trajectory:
         """Generate a trajectory, restarted from its prompt with a new environment after an infrastructure failure."""
         num_retries, began = 0, time.time()
         while True:
             env, dialogue, session = (
-                self._environment(request),
-                self._new_dialogue(request),
-                self._engine_session(request),
+                self._create_environment(request),
+                self._create_dialogue(request),
+                self._create_engine_session(request),
             )
             stop_reason, samples, env_metrics = "error", [], {}
-            async with _recorded_failures(env) as failures:
+            async with _collect_failures(env) as failures:
                 prompt = copy.deepcopy(request.prompt)
                 with waiting("an episode", who=f"sample {request.trajectory_id.to_string()}"):
-                    stop_reason = await run_agent_loop(env, prompt, dialogue, session, self._length_budget(request))
+                    stop_reason = await run_agent_loop(env, prompt, dialogue, session, self._get_length_budget(request))
                 samples = dialogue.finish(stop_reason)
-                env_metrics = await env.metrics()
+                env_metrics = await env.get_metrics()
             if (
                 not failures
                 or failures[0].kind != "infrastructure"
@@ -177,7 +177,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         progress.advance(ANSWERS)
         return Trajectory(
             id=request.trajectory_id,
-            samples=[self._bounded(request, sample) for sample in samples],
+            samples=[self._apply_limits(request, sample) for sample in samples],
             stop_reason=stop_reason,
             failure=failures[0] if failures else None,
             is_step_wise=self.generator_cfg.step_wise_trajectories,
@@ -188,23 +188,23 @@ class SkyRLGymGenerator(GeneratorInterface):
             span=(began, time.time()),
         )
 
-    def _environment(self, request: RolloutRequest) -> EnvironmentSession:
+    def _create_environment(self, request: RolloutRequest) -> EnvironmentSession:
         extras = request.env_extras | {"max_turns": self.generator_cfg.max_turns}
         env_config = self.skyrl_gym_cfg.get_env_config(request.env_class)
-        seed = episode_seed(self._seed_of(request), request.metadata, request.trajectory_id)
+        seed = compute_episode_seed(self._compute_seed(request), request.metadata, request.trajectory_id)
         return EnvironmentSession(self._threads, request.env_class, env_config, extras, seed)
 
-    def _engine_session(self, request: RolloutRequest) -> EngineSession:
-        seed, metadata, trajectory_id = self._seed_of(request), request.metadata, request.trajectory_id
+    def _create_engine_session(self, request: RolloutRequest) -> EngineSession:
+        seed, metadata, trajectory_id = self._compute_seed(request), request.metadata, request.trajectory_id
         return EngineSession(
             self.inference_engine_client,
             request.sampling_params,
             session_id=request.session_id,
-            seed_of_turn=lambda turn: request_seed(seed, metadata, trajectory_id, turn),
+            seed_of_turn=lambda turn: compute_request_seed(seed, metadata, trajectory_id, turn),
             timeout_seconds=self.generator_cfg.request_timeout_seconds,
         )
 
-    def _length_budget(self, request: RolloutRequest) -> LengthBudget:
+    def _get_length_budget(self, request: RolloutRequest) -> LengthBudget:
         cfg = self.generator_cfg
         return LengthBudget(
             max_input_length=cfg.max_input_length,
@@ -212,10 +212,10 @@ class SkyRLGymGenerator(GeneratorInterface):
             max_context_length=cfg.engine_init_kwargs.get("max_model_len"),
         )
 
-    def _seed_of(self, request: RolloutRequest) -> int:
+    def _compute_seed(self, request: RolloutRequest) -> int:
         return request.sampling_params.get("seed", self.generator_cfg.seed)
 
-    def _new_dialogue(self, request: RolloutRequest) -> Dialogue:
+    def _create_dialogue(self, request: RolloutRequest) -> Dialogue:
         if not self.generator_cfg.use_conversation_multi_turn:
             return SingleMessageDialogue(self.chat)
         stop = request.sampling_params.get("stop") or []
@@ -229,7 +229,7 @@ class SkyRLGymGenerator(GeneratorInterface):
             return StepWiseDialogue(self.chat, conversation, renders_anew=self.custom_chat_template is not None)
         return RetokenizedDialogue(self.chat) if self.retokenizes else conversation()
 
-    def _bounded(self, request: RolloutRequest, sample: TrainingSample) -> TrainingSample:
+    def _apply_limits(self, request: RolloutRequest, sample: TrainingSample) -> TrainingSample:
         """Truncate a prompt over the limit (the trajectory does not train), so that it does not widen the whole batch;
         use the dataset's prompt if the environment never started; drop log-probs that were not requested."""
         prompt_ids = sample.prompt_ids
@@ -249,15 +249,15 @@ class SkyRLGymGenerator(GeneratorInterface):
 
     # -- a batch
 
-    def _requests(self, input_batch: GeneratorInput) -> list[RolloutRequest]:
+    def _build_requests(self, input_batch: GeneratorInput) -> list[RolloutRequest]:
         num_prompts = len(input_batch["prompts"])
         params = input_batch.get("sampling_params") or get_sampling_params(self.generator_cfg.sampling_params)
         params = self.chat.turn_ends.add_stop_ids(params)
-        ids = trajectory_ids_of(input_batch)
+        ids = get_trajectory_ids(input_batch)
         extras = input_batch.get("env_extras") or [{} for _ in range(num_prompts)]
         self._check_env_classes(input_batch["env_classes"])
         if self.retokenizes and params.get("logprobs") is not None:
-            raise self._no_logprobs("sampling_params.logprobs", params["logprobs"])
+            raise self._make_no_logprobs_error("sampling_params.logprobs", params["logprobs"])
         columns = zip(input_batch["prompts"], input_batch["env_classes"], extras, ids, strict=True)
         metadata = input_batch.get("batch_metadata")
         return [
@@ -265,15 +265,15 @@ class SkyRLGymGenerator(GeneratorInterface):
             for prompt, env_class, extra, trajectory_id in columns
         ]
 
-    def _batch(self, trajectories: list[Trajectory]) -> RolloutBatch:
+    def _build_batch(self, trajectories: list[Trajectory]) -> RolloutBatch:
         """Build the batch of trajectory groups. Metrics are computed before settings remove rewards or tokens."""
         self._log_failures(trajectories)
-        return replace(self._finished(trajectories), metrics=rollout_metrics(trajectories))
+        return replace(self._build_finished_groups(trajectories), metrics=compute_rollout_metrics(trajectories))
 
-    def _finished(self, trajectories: list[Trajectory]) -> RolloutBatch:
+    def _build_finished_groups(self, trajectories: list[Trajectory]) -> RolloutBatch:
         """Build groups of trajectories without the rewards, tokens and rows that settings remove."""
         cfg = self.generator_cfg
-        batch = RolloutBatch(grouped(trajectories), {})
+        batch = RolloutBatch(group_trajectories(trajectories), {})
         if cfg.zero_reward_on_non_stop:
             batch = map_trajectories(batch, zero_reward_on_non_stop)
         if cfg.apply_overlong_filtering and cfg.overlong_filtering_by == "end_token":
@@ -317,9 +317,9 @@ class SkyRLGymGenerator(GeneratorInterface):
         for name in ("sampling_params", "eval_sampling_params"):
             logprobs = getattr(self.generator_cfg, name).logprobs
             if logprobs is not None:
-                raise self._no_logprobs(f"generator.{name}.logprobs", logprobs)
+                raise self._make_no_logprobs_error(f"generator.{name}.logprobs", logprobs)
 
-    def _no_logprobs(self, setting: str, value: object) -> ConfigError:
+    def _make_no_logprobs_error(self, setting: str, value: object) -> ConfigError:
         return ConfigError(
             f"{setting}={value!r} must be null with generator.chat_template.name_or_path="
             f"{self.generator_cfg.chat_template.name_or_path!r}: the conversation is tokenized anew each turn, so the "
@@ -329,7 +329,7 @@ class SkyRLGymGenerator(GeneratorInterface):
 
 
 @contextlib.asynccontextmanager
-async def _recorded_failures(env: EnvironmentSession) -> AsyncIterator[list[Failure]]:
+async def _collect_failures(env: EnvironmentSession) -> AsyncIterator[list[Failure]]:
     """Append errors of the block to the list instead of raising them, and always close the environment. The error of a
     crashed engine (WorkerError) is raised, since it ends the batch."""
     failures: list[Failure] = []
@@ -338,15 +338,15 @@ async def _recorded_failures(env: EnvironmentSession) -> AsyncIterator[list[Fail
     except WorkerError:
         raise
     except Exception as error:  # any error becomes the failure of this trajectory only
-        failures.append(_failure_of(error))
+        failures.append(_convert_to_failure(error))
     finally:
         try:
             await env.close()
         except RolloutError as error:
-            failures.append(_failure_of(error))
+            failures.append(_convert_to_failure(error))
 
 
-def _failure_of(error: Exception) -> Failure:
+def _convert_to_failure(error: Exception) -> Failure:
     if error.__cause__ is not None or not isinstance(error, RolloutError):
         log_traceback(error)
     if isinstance(error, RolloutError):

@@ -37,8 +37,8 @@ class StepWiseDialogue(Dialogue):
         self._num_messages = len(history)
         self._current.open(history)
 
-    def input_ids(self) -> list[int]:
-        return self._current.input_ids()
+    def get_input_ids(self) -> list[int]:
+        return self._current.get_input_ids()
 
     def add_completion(self, completion: Completion) -> None:
         self._current.add_completion(completion)
@@ -55,17 +55,17 @@ class StepWiseDialogue(Dialogue):
         self._num_messages = len(self._messages)
         if not step.done:
             self._current = self._new_turn()
-            self._current.prompt_ids = self._prompt_ids() if anew else turn.input_ids()
+            self._current.prompt_ids = self._get_prompt_ids() if anew else turn.get_input_ids()
 
     def finish(self, stop_reason: str) -> list[TrainingSample]:
-        return [sample for turn in self._turns() for sample in turn.finish(stop_reason)]
+        return [sample for turn in self._get_completed_turns() for sample in turn.finish(stop_reason)]
 
     def to_failed_samples(self) -> list[TrainingSample]:
-        return [sample for turn in self._turns() for sample in turn.to_failed_samples()]
+        return [sample for turn in self._get_completed_turns() for sample in turn.to_failed_samples()]
 
-    def _turns(self) -> list[ConversationDialogue]:
+    def _get_completed_turns(self) -> list[ConversationDialogue]:
         """Return the turns with a completion, or the first turn if no turn has one."""
         return self._completed or [self._current]
 
-    def _prompt_ids(self) -> list[int]:
+    def _get_prompt_ids(self) -> list[int]:
         return self.chat.ids(self._messages, add_generation_prompt=True)

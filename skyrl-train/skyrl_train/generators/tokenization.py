@@ -60,7 +60,7 @@ class ChatFormat(ChatTemplate):
         """Tokens that close a truncated completion."""
         return self.encode(self.turn_ends.closing or str(self.tokenizer.eos_token))
 
-    def ids_and_written_mask(self, messages: ConversationType) -> tuple[list[int], list[int]]:
+    def get_ids_and_generated_mask(self, messages: ConversationType) -> tuple[list[int], list[int]]:
         """Return the conversation's ids, and a mask that is 1 inside the template's `generation` blocks."""
         rendered = self.tokenizer.apply_chat_template(
             messages,
@@ -81,7 +81,7 @@ class ChatFormat(ChatTemplate):
         """Return the conversation's token ids; with the generation prompt, the input of the next completion."""
         return self.encode(self.text(messages, add_generation_prompt))
 
-    def continuation_ids(
+    def get_continuation_ids(
         self, observations: ConversationType, *, answer_is_closed: bool, last_id: int | None = None
     ) -> list[int]:
         """Return the template's tokens between a completion and the next one.
@@ -97,7 +97,7 @@ class ChatFormat(ChatTemplate):
             cut += self.turn_ends.count_leading_characters(text[cut:], last_id)
         return self.encode_after(text[:cut], text[cut:])
 
-    def subset_ids(self, messages: ConversationType, *, after: str | None = None) -> list[int]:
+    def get_subset_ids(self, messages: ConversationType, *, after: str | None = None) -> list[int]:
         """Return the tokens that `messages` add to the preceding conversation.
 
         Args:
@@ -144,8 +144,8 @@ def encode_messages_subset(
     messages: ConversationType, tokenizer: "PreTrainedTokenizerBase", chat_template: str | None = None
 ) -> list[int]:
     """Return the ids that `messages` add to a conversation, independent of the preceding text. See
-    `ChatFormat.subset_ids`."""
-    return ChatFormat(tokenizer, chat_template).subset_ids(messages)
+    `ChatFormat.get_subset_ids`."""
+    return ChatFormat(tokenizer, chat_template).get_subset_ids(messages)
 
 
 def get_response_ids_and_loss_mask_from_messages(
@@ -182,19 +182,19 @@ def get_response_ids_and_loss_mask_from_messages(
     # Messages between two answers are encoded together: templates render results of parallel calls as one turn.
     for is_answer, run in groupby(messages, key=lambda message: message["role"] == "assistant"):
         for part in [[message] for message in run] if is_answer else [[*run]]:
-            message_ids = chat.subset_ids(part, after=after)
+            message_ids = chat.get_subset_ids(part, after=after)
             after = part[-1]["role"]
-            start, end = _written_part(chat, message_ids) if is_answer else (0, 0)
+            start, end = _find_generated_part(chat, message_ids) if is_answer else (0, 0)
             ids += message_ids
             loss_mask += [0] * start + [1] * (end - start) + [0] * (len(message_ids) - end)
             num_answers += is_answer
             if assistant_logprobs is not None and logprobs is not None:
-                given = _logprobs_of_answer(assistant_logprobs, num_answers, end - start) if end else []
+                given = _get_completion_logprobs(assistant_logprobs, num_answers, end - start) if end else []
                 logprobs += [0.0] * start + given + [0.0] * (len(message_ids) - end)
     return ids, loss_mask, logprobs
 
 
-def _written_part(chat: ChatFormat, message_ids: list[int]) -> tuple[int, int]:
+def _find_generated_part(chat: ChatFormat, message_ids: list[int]) -> tuple[int, int]:
     """Return start and end of the generated tokens in an encoded assistant message."""
     start = 0
     # If the last header token merged with the first content token, the model generated that token.
@@ -206,7 +206,7 @@ def _written_part(chat: ChatFormat, message_ids: list[int]) -> tuple[int, int]:
     return start, ends[-1] + 1 if ends else len(message_ids)
 
 
-def _logprobs_of_answer(assistant_logprobs: list[list[float]], number: int, num_tokens: int) -> list[float]:
+def _get_completion_logprobs(assistant_logprobs: list[list[float]], number: int, num_tokens: int) -> list[float]:
     if number > len(assistant_logprobs):
         raise ValueError(f"Missing logprobs for assistant message #{number}")
     given = assistant_logprobs[number - 1]

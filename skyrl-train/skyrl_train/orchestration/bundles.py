@@ -36,7 +36,7 @@ def reserve_bundles(
     """
     timeout = scheduling_timeout_seconds() if timeout_seconds is None else timeout_seconds
     bundle = {"CPU": 1.0} if device == "cpu" else {"CPU": 1.0, "GPU": float(num_devices)}
-    group = placement_group([bundle] * count, strategy="PACK", name=f"{_name_prefix()}{uuid.uuid4().hex}")
+    group = placement_group([bundle] * count, strategy="PACK", name=f"{_get_name_prefix()}{uuid.uuid4().hex}")
     kind = "CPU" if device == "cpu" else "GPU"
     asked = f"{count} CPUs" if device == "cpu" else f"{count * num_devices} GPUs"
     with waiting(f"{asked} for {purpose}", on=SCHEDULER, deadline=timeout):
@@ -63,12 +63,12 @@ def nodes_of_run() -> list[str]:
     placed = [
         entry["bundles_to_node_id"].values()
         for entry in placement_group_table().values()
-        if entry["state"] == "CREATED" and entry["name"].startswith(_name_prefix())
+        if entry["state"] == "CREATED" and entry["name"].startswith(_get_name_prefix())
     ]
     return sorted({node for nodes in placed for node in nodes})
 
 
-def _name_prefix() -> str:
+def _get_name_prefix() -> str:
     """Return the prefix of the names of this run's placement groups; other runs may share the cluster."""
     return f"skyrl-{ray.get_runtime_context().get_job_id()}-"
 

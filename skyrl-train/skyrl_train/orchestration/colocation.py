@@ -145,7 +145,7 @@ class Colocation:
             ColocationError: the event is not legal in this state.
         """
         if event in self._events:
-            self._state_after(event)
+            self._get_state_after(event)
 
     def stays_beside_engines(self, worker: str) -> bool:
         """Return True if a worker is on its device while engines generate: a worker with a separate device, and the
@@ -206,7 +206,7 @@ class Colocation:
                 await self._sync(send)
             except BaseException:  # including a cancellation, by which a crash of this engine ends the call
                 if self._engines_share_device:
-                    await self._return_to_generation()
+                    await self._resume_generation()
                 raise
             return True
 
@@ -255,7 +255,7 @@ class Colocation:
             await wait_until_healthy()
         async with self._lock:
             if self._engines_share_device and self._engines is not None:
-                await self._engines.sleep(self._level_before_sync())
+                await self._engines.sleep(self._update_level_before_sync())
             self._inconsistent_since = None
             self._lock.notify_all()
 
@@ -268,7 +268,7 @@ class Colocation:
         self._state = EMPTY
         self._lock.notify_all()
 
-    async def _return_to_generation(self) -> None:
+    async def _resume_generation(self) -> None:
         """Move from a failed `send_between` to awake engines, which have pending requests and kept their weights. The
         next attempt skips an engine that crashes meanwhile.
 
@@ -283,7 +283,7 @@ class Colocation:
         for attempt in reversed(range(_RETURN_ATTEMPTS)):
             try:
                 await self._offload_all()
-                await self._existing_engines().sleep()
+                await self._get_engines().sleep()
                 self._inconsistent_since = None
                 await self._wake_weights()
                 await self._wake_cache()
@@ -318,25 +318,25 @@ class Colocation:
 
     async def _sleep(self, level: int) -> None:
         """Put the engines to sleep, which releases their memory. They must have no running requests."""
-        await self._move("sleep", lambda: self._existing_engines().sleep(level))
+        await self._move("sleep", lambda: self._get_engines().sleep(level))
 
     async def _sleep_before_sync(self) -> None:
         if "sleep" in self._events:
-            self._state_after("sleep")  # a refusal drops nothing
-            await self._sleep(self._level_before_sync())
+            self._get_state_after("sleep")  # a refusal drops nothing
+            await self._sleep(self._update_level_before_sync())
 
-    def _level_before_sync(self) -> int:
+    def _update_level_before_sync(self) -> int:
         """Return the sleep level before a sync, and record whether weights are dropped until the sync."""
         # Recorded before the move: if it fails, some engines may have dropped their weights.
-        self._weights_dropped = self._weights_dropped or self._existing_engines().receives_all_weights
+        self._weights_dropped = self._weights_dropped or self._get_engines().receives_all_weights
         return 2 if self._weights_dropped else 1
 
     async def _wake_weights(self) -> None:
         """Reserve the engines' memory for weights. Engines that wait to start use the device first."""
         if "wake weights" in self._events:
-            self._state_after("wake weights")
-            await self._let_engines_start()
-        await self._move("wake weights", lambda: self._existing_engines().wake_up(["weights"]))
+            self._get_state_after("wake weights")
+            await self._wait_for_engine_starts()
+        await self._move("wake weights", lambda: self._get_engines().wake_up(["weights"]))
 
     async def _wake_cache(self) -> None:
         """Reserve the engines' memory for the KV cache, after which they may generate.
@@ -348,12 +348,12 @@ class Colocation:
             raise ColocationError(
                 f"cannot wake cache with {self._state}: no weights were sent since; first: send weights"
             )
-        await self._move("wake cache", lambda: self._existing_engines().wake_up(["kv_cache"]))
+        await self._move("wake cache", lambda: self._get_engines().wake_up(["kv_cache"]))
 
     async def _sync(self, send: Callable[[], Awaitable[T]], *, brings_all: bool = False) -> T:
         # Weights and policy are already on the device; a move would be illegal.
         if self._state == SYNC:  # an earlier `send` failed
-            await self._let_engines_start()
+            await self._wait_for_engine_starts()
         else:
             await self._wake_weights()
         self.check("send weights")
@@ -364,7 +364,7 @@ class Colocation:
         await self._wake_cache()
         return result
 
-    async def _let_engines_start(self) -> None:
+    async def _wait_for_engine_starts(self) -> None:
         """Offload the worker while engines wait to start."""
         if not self._num_starting:
             return
@@ -390,7 +390,7 @@ class Colocation:
     def _is_free_for_engines(self) -> bool:
         return self._state.worker is None and self._inconsistent_since in (None, "recover")
 
-    def _existing_engines(self) -> SyncedEngines:
+    def _get_engines(self) -> SyncedEngines:
         if self._engines is None:
             raise ValueError("this run has no engines")
         return self._engines
@@ -399,14 +399,14 @@ class Colocation:
         """Check the protocol, then run `action`. Failure or cancellation leaves the state of the device unknown."""
         if event not in self._events:
             return
-        following = self._state_after(event)
+        following = self._get_state_after(event)
         # Set before the move, not in an except clause, so that a cancellation or exit also leaves it set.
         self._inconsistent_since = event
         await action()
         self._state, self._inconsistent_since = following, None
         self._lock.notify_all()
 
-    def _state_after(self, event: Event) -> DeviceState:
+    def _get_state_after(self, event: Event) -> DeviceState:
         if self._inconsistent_since is not None:
             raise ColocationError(
                 f"cannot {event}: the state of the device is unknown since '{self._inconsistent_since}' failed; "

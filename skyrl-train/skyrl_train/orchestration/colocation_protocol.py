@@ -82,7 +82,7 @@ SYNC = DeviceState(Engines.WEIGHTS_ONLY, "policy")
 POLICY = DeviceState(Engines.ASLEEP, "policy")
 
 
-def _steps_of_workers(workers: Sequence[Worker]) -> dict[DeviceState, dict[Event, DeviceState]]:
+def _build_worker_steps(workers: Sequence[Worker]) -> dict[DeviceState, dict[Event, DeviceState]]:
     """Return the transitions of workers that alternate on a device without engines."""
     steps: dict[DeviceState, dict[Event, DeviceState]] = {EMPTY: {}}
     for worker in workers:
@@ -92,8 +92,8 @@ def _steps_of_workers(workers: Sequence[Worker]) -> dict[DeviceState, dict[Event
     return steps
 
 
-def _steps_of_all() -> Transitions:
-    steps = _steps_of_workers(WORKERS)
+def _build_all_steps() -> Transitions:
+    steps = _build_worker_steps(WORKERS)
     steps[EMPTY] |= {"wake weights": WEIGHTS}
     steps[POLICY] |= {"wake weights": SYNC}
     steps[SYNC] = {"send weights": SYNC, "offload policy": WEIGHTS, "sleep": POLICY}
@@ -104,16 +104,16 @@ def _steps_of_all() -> Transitions:
     return steps
 
 
-def _steps_of_policy_and_ref() -> Transitions:
+def _build_policy_and_ref_steps() -> Transitions:
     """Return the transitions of a device shared by policy and reference model. The engines use another device and count
     as asleep on this one."""
-    steps = _steps_of_workers(("policy", "ref"))
+    steps = _build_worker_steps(("policy", "ref"))
     steps[POLICY] |= {"send weights": POLICY}
     return steps
 
 
-ALL_SHARE: Transitions = _steps_of_all()
-POLICY_AND_REF_SHARE: Transitions = _steps_of_policy_and_ref()
+ALL_SHARE: Transitions = _build_all_steps()
+POLICY_AND_REF_SHARE: Transitions = _build_policy_and_ref_steps()
 NO_SHARING: Transitions = {EMPTY: {}}
 
 

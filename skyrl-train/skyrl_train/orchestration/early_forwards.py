@@ -18,7 +18,7 @@ import torch
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.batch_calls import forward, forward_inputs
 from skyrl_train.orchestration.schedule import Schedule
-from skyrl_train.rollouts.filters import with_uid
+from skyrl_train.rollouts.filters import set_uid
 from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.utils.async_blocks import raise_first_error
@@ -68,7 +68,7 @@ class ForwardPass:
             self._mini_batches = [range(start, min(start + prompts_each, num_prompts)) for start in starts]
         else:
             rows = [(place, number) for place in range(num_prompts) for number in range(rows_each)]
-            self._foresee(_batch_without_tokens(rows), rows)
+            self._update_predictions(_build_batch_without_tokens(rows), rows)
         self.computed: dict[Tokens, torch.Tensor] = {}
         """Outputs [b, R] of the micro-batches that were computed."""
         self.call: asyncio.Future[None] | None = None
@@ -84,7 +84,7 @@ class ForwardPass:
             place: group
             for place, group in groups.items()
             # Another number of rows shifts all later groups: these are left for `finish`.
-            if known.get(place) is group or expected in (None, _num_rows(group))
+            if known.get(place) is group or expected in (None, _count_rows(group))
         }
         self._changed.set()
 
@@ -97,7 +97,7 @@ class ForwardPass:
             while any(ready := self._take_ready()):
                 began = time.perf_counter()
                 self.call = asyncio.ensure_future(self._compute(ready))
-                self.call.add_done_callback(_retrieve_error)
+                self.call.add_done_callback(_read_error)
                 try:
                     # Ranks cannot be interrupted: the end of generation ends only the wait; `finish` continues it.
                     await asyncio.shield(self.call)
@@ -110,7 +110,7 @@ class ForwardPass:
         arrived = self._groups.keys()
         for places in [each for each in self._mini_batches if arrived >= set(each)]:
             self._mini_batches.remove(places)
-            self._foresee(*self._collated(places))
+            self._update_predictions(*self._collated(places))
         ready = [[each for each in own if all(place in arrived for place, _ in each)] for own in self._pending]
         # Only the number of micro-batches must agree between ranks, not which are computed together.
         ready = [own[: min(map(len, ready))] for own in ready]
@@ -120,7 +120,7 @@ class ForwardPass:
             pending[:] = [each for each in pending if each not in taken]
         return ready
 
-    def _foresee(self, batch: TrainingInputBatch, rows: Sequence[Row]) -> None:
+    def _update_predictions(self, batch: TrainingInputBatch, rows: Sequence[Row]) -> None:
         """Predict the micro-batches of a batch with these rows."""
         by_rank = self._divide(self.group, batch).rows_of_micro_batches()
         for pending, own in zip(self._pending, by_rank, strict=True):
@@ -128,8 +128,8 @@ class ForwardPass:
 
     def _collated(self, places: Sequence[int]) -> tuple[TrainingInputBatch, list[Row]]:
         # Identified by position, since two groups (of two epochs) may have the same prompt.
-        groups = [with_uid(self._groups[place], str(place)) for place in places]
-        rows = [(place, number) for place in places for number in range(_num_rows(self._groups[place]))]
+        groups = [set_uid(self._groups[place], str(place)) for place in places]
+        rows = [(place, number) for place in places for number in range(_count_rows(self._groups[place]))]
         return self._collate(RolloutBatch(groups)), rows
 
     async def _compute(self, micro_batches: list[list[tuple[Row, ...]]]) -> None:
@@ -137,7 +137,7 @@ class ForwardPass:
         index = {row: number for number, row in enumerate(rows)}
         by_rank = [[tuple(index[row] for row in each) for each in own] for own in micro_batches]
         outputs = await forward(self.group, Schedule.of_micro_batches(by_rank, lengths_of(batch)), batch)
-        tokens = _tokens_of_rows(self.group, batch)
+        tokens = _compute_row_hashes(self.group, batch)
         for own in by_rank:
             self.computed |= {tuple(tokens[row] for row in each): outputs[list(each)] for each in own}
 
@@ -189,7 +189,7 @@ class EarlyForwards:
             await early.call
         # Matched by tokens only, independent of which filter, replacement or order changed the prediction.
         computed = {} if early is None else early.computed
-        tokens = _tokens_of_rows(group, batch) if computed else [b""] * len(batch)
+        tokens = _compute_row_hashes(group, batch) if computed else [b""] * len(batch)
         known: dict[tuple[int, ...], torch.Tensor] = {}
         missing: list[list[tuple[int, ...]]] = []
         for own in schedule.rows_of_micro_batches():
@@ -215,7 +215,7 @@ def lengths_of(batch: TrainingInputBatch) -> list[int]:
     return batch.tensor("attention_mask").sum(dim=-1).tolist()
 
 
-def _batch_without_tokens(rows: Sequence[Row]) -> TrainingInputBatch:
+def _build_batch_without_tokens(rows: Sequence[Row]) -> TrainingInputBatch:
     """Return a batch of rows of equal lengths, for schedules that do not depend on lengths."""
     # Dividing by number uses prompts and the number of rows, and lengths only if ranks get unequal numbers of rows:
     # then a prediction may be wrong.
@@ -223,17 +223,17 @@ def _batch_without_tokens(rows: Sequence[Row]) -> TrainingInputBatch:
     return TrainingInputBatch(attention_mask=column, metadata={"uids": [place for place, _ in rows]})
 
 
-def _num_rows(group: TrajectoryGroup) -> int:
+def _count_rows(group: TrajectoryGroup) -> int:
     return sum(len(trajectory.samples) for trajectory in group.trajectories)
 
 
-def _retrieve_error(call: "asyncio.Future[None]") -> None:
+def _read_error(call: "asyncio.Future[None]") -> None:
     """Retrieve the error of a call that may not be awaited, so that asyncio does not report it."""
     if not call.cancelled():
         call.exception()
 
 
-def _tokens_of_rows(group: ActorGroup, batch: TrainingInputBatch) -> list[bytes]:
+def _compute_row_hashes(group: ActorGroup, batch: TrainingInputBatch) -> list[bytes]:
     """Return a hash of all forward inputs of each row, without padding."""
     inputs = forward_inputs(group, batch)
     columns = {name: inputs.tensor(name).numpy() for name in inputs}

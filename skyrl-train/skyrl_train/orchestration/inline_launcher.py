@@ -153,7 +153,7 @@ class InlineRank:
 
     async def shutdown(self) -> None:
         """Release the worker and its model after its current computation, with a short wait."""
-        ending = asyncio.wrap_future(self._end())
+        ending = asyncio.wrap_future(self._release_worker())
         try:
             await asyncio.wait_for(asyncio.shield(ending), EXIT_SECONDS)
         except TimeoutError:
@@ -161,9 +161,9 @@ class InlineRank:
 
     def kill(self) -> None:
         """Release the worker after its current computation."""
-        self._end()
+        self._release_worker()
 
-    def _end(self) -> "Future[None]":
+    def _release_worker(self) -> "Future[None]":
         def end() -> None:
             if self._has_ended:
                 return

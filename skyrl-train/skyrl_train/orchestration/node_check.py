@@ -78,7 +78,7 @@ async def check_nodes(cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -
     try:
         calls = [
             Call(
-                _view_on(node).remote(paths, node, names[node]),
+                _get_node_view(node).remote(paths, node, names[node]),
                 f"the file check on node {names[node]}",
                 str(log_folder),
             )
@@ -107,7 +107,7 @@ async def check_nodes(cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -
     logger.info(f"{len(others) + 1} nodes see the same run folder and models")
 
 
-def _view_on(node: str) -> Any:
+def _get_node_view(node: str) -> Any:
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(view_of).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
 

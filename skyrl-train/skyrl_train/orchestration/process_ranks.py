@@ -118,7 +118,7 @@ class ProcessRanks:
                     try:
                         pipe.send_bytes(self.dumps(own))
                     except OSError:
-                        raise self._death() from None
+                        raise self._describe_exits() from None
                 return await asyncio.to_thread(self._answers, timeout_seconds, timeout_setting)
 
     def _answers(self, timeout_seconds: float, timeout_setting: str) -> list[list[object]]:
@@ -135,7 +135,7 @@ class ProcessRanks:
                 try:
                     error, answers[rank] = pickle.loads(self._pipes[rank].recv_bytes())
                 except (EOFError, OSError):
-                    raise self._death() from None
+                    raise self._describe_exits() from None
                 if error is not None:
                     raise build_failure(error, self._worker(rank), self._log_files[rank])
         return [answers[rank] for rank in range(self.num_ranks)]
@@ -143,7 +143,7 @@ class ProcessRanks:
     def _worker(self, rank: int) -> str:
         return f"{self.name} worker {rank}"
 
-    def _death(self) -> WorkerError:
+    def _describe_exits(self) -> WorkerError:
         """Describe the ranks that exited, first the ranks ended by a signal, which are the likely cause."""
         deadline = time.monotonic() + _GRACE_SECONDS
         while any(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
@@ -211,10 +211,10 @@ def serve(pipe: Connection, name: str, log_file: str, dumps: Dumps = pickle.dump
         with waiting(NEXT_CALL, on=TRAINER):
             message = messages.get()
         answered = outcome_of(answer, message)
-        pipe.send_bytes(answered if isinstance(answered, bytes) else _refusal(answered, dumps))
+        pipe.send_bytes(answered if isinstance(answered, bytes) else _serialize_error(answered, dumps))
 
 
-def _refusal(error: Exception, dumps: Dumps) -> bytes:
+def _serialize_error(error: Exception, dumps: Dumps) -> bytes:
     """Log an error and serialize it for the driver: the exception, or its text if it cannot be pickled."""
     log_traceback(error)
     attach_raise_location(error)

@@ -118,15 +118,15 @@ class RayRanks:
     async def shutdown(self) -> None:
         """Stop the processes, gracefully if they respond, and release their bundles."""
         await asyncio.to_thread(stop_actors, self._actors)
-        self._free_bundles()
+        self._release_bundles()
 
     def kill(self) -> None:
         """Kill the processes immediately and release their bundles."""
         for actor in self._actors:
             ray.kill(actor)
-        self._free_bundles()
+        self._release_bundles()
 
-    def _free_bundles(self) -> None:
+    def _release_bundles(self) -> None:
         if self._own_bundles is not None:
             remove_placement_group(self._own_bundles)
 
@@ -165,8 +165,8 @@ class RayLauncher:
             placement_group=self._shared,
         )
         model = getattr(self._cfg.trainer, name)
-        _warn_of_groups_across_nodes(ranks, f"trainer.{name}.sequence_parallel_size", model.sequence_parallel_size)
-        _warn_of_groups_across_nodes(ranks, f"trainer.{name}.fsdp_config.fsdp_size", model.fsdp_config.fsdp_size)
+        _log_groups_across_nodes(ranks, f"trainer.{name}.sequence_parallel_size", model.sequence_parallel_size)
+        _log_groups_across_nodes(ranks, f"trainer.{name}.fsdp_config.fsdp_size", model.fsdp_config.fsdp_size)
         return ranks
 
     def start_engine(self, index: int, make_engine: MakeEngine) -> RayWrappedInferenceEngine:
@@ -191,7 +191,7 @@ class RayLauncher:
         await check_nodes(cfg, data, log_folder)
 
 
-def _warn_of_groups_across_nodes(ranks: RayRanks, setting: str, size: int) -> None:
+def _log_groups_across_nodes(ranks: RayRanks, setting: str, size: int) -> None:
     across = groups_across_nodes(ranks.nodes, size) if size > 1 else []
     if across:
         logger.warning(
@@ -296,7 +296,7 @@ def gpus_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> list[tup
         return []
     where = ray.get(
         [
-            _node_and_gpu.options(
+            _get_node_and_gpu.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(shared, placement_group_bundle_index=bundle)
             ).remote()
             for bundle in range(shared.bundle_count)
@@ -321,5 +321,5 @@ def gpus_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> list[tup
 
 
 @ray.remote(num_cpus=0, num_gpus=0.01)
-def _node_and_gpu() -> tuple[str, str]:
+def _get_node_and_gpu() -> tuple[str, str]:
     return ray.get_runtime_context().get_node_id(), str(ray.get_gpu_ids()[0])

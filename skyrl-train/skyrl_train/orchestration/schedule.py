@@ -86,7 +86,7 @@ class Schedule:
                 if prefixes is not None and any(prefixes.shared) and unit == 1:
                     sharing = _pack_sharing(rows, lengths, prefixes, data_parallel_size, max_tokens)
                     micro_batches = min(sharing, micro_batches, key=lambda by_rank: max(map(len, by_rank)))
-            bins.append(_equalize_counts(micro_batches, lengths))
+            bins.append(_fill_with_dummies(micro_batches, lengths))
         return cls._from_bins(bins, lengths, data_parallel_size)
 
     @classmethod
@@ -122,7 +122,9 @@ class Schedule:
             rows.append(torch.tensor(own, dtype=torch.int64))
             positions = {row: position for position, row in enumerate(own)}
             for mini_batch, by_rank in zip(schedule, bins, strict=True):
-                micros = [_micro_batch(micro or [spare], positions, is_dummy=not micro) for micro in by_rank[rank]]
+                micros = [
+                    _build_micro_batch(micro or [spare], positions, is_dummy=not micro) for micro in by_rank[rank]
+                ]
                 mini_batch.append(tuple(micros))
         return cls(rows, schedule, num_own, len(lengths))
 
@@ -163,7 +165,7 @@ def _tokens(rows: Iterable[int], lengths: Sequence[int]) -> int:
     return sum(lengths[row] for row in rows)
 
 
-def _micro_batch(units: list[Unit], positions: dict[int, int], *, is_dummy: bool) -> MicroBatch:
+def _build_micro_batch(units: list[Unit], positions: dict[int, int], *, is_dummy: bool) -> MicroBatch:
     return MicroBatch(tuple(positions[row] for unit in units for row in unit), is_dummy)
 
 
@@ -239,7 +241,7 @@ def _pack_sharing(
     return by_rank
 
 
-def _equalize_counts(by_rank: list[list[list[Unit]]], lengths: Sequence[int]) -> list[list[list[Unit]]]:
+def _fill_with_dummies(by_rank: list[list[list[Unit]]], lengths: Sequence[int]) -> list[list[list[Unit]]]:
     """Give every rank the same number of micro-batches, at least one; an empty one represents a dummy."""
     most = max(1, *(len(micros) for micros in by_rank))
     for micros in by_rank:

@@ -65,7 +65,7 @@ class SkippedUpdates:
             self._num_applied += not is_skipped
             longest = max(longest, self._num_in_a_row)
         if num_skipped:
-            self._report(num_skipped, longest, self._not_finite(update, batch), is_last_step)
+            self._report(num_skipped, longest, self._find_non_finite(update, batch), is_last_step)
         return {f"{self._section}/consecutive_skipped_updates": float(self._num_in_a_row)}
 
     def _report(self, num_skipped: int, longest: int, not_finite: str, is_last_step: bool) -> None:
@@ -79,7 +79,7 @@ class SkippedUpdates:
             raise NonFiniteUpdateError(f"the run ends without an update: all of the {self._name}'s were skipped {why}")
         logger.warning(f"{num_skipped} optimizer steps of the {self._name} were skipped {why}")
 
-    def _not_finite(self, update: UpdateResult, batch: TrainingInputBatch) -> str:
+    def _find_non_finite(self, update: UpdateResult, batch: TrainingInputBatch) -> str:
         """Name the earliest non-finite columns or losses: later ones are consequences."""
         columns = [
             text.format(estimator=self._estimator)
@@ -88,7 +88,7 @@ class SkippedUpdates:
         ]
         if columns:
             return ", ".join(columns)
-        losses = _names_not_finite(sums for ranks in update.losses for sums in ranks)
+        losses = _find_non_finite_losses(sums for ranks in update.losses for sums in ranks)
         if not losses:
             return (
                 "the gradient alone, of a loss that is finite: weights or learning rate too large, or an operation "
@@ -115,7 +115,7 @@ def _is_finite(batch: TrainingInputBatch, name: str) -> bool:
     return bool(torch.isfinite(torch.where(counts, batch.tensor(name), 0.0)).all())
 
 
-def _names_not_finite(sums: Iterable[dict[str, float]]) -> Sequence[str]:
+def _find_non_finite_losses(sums: Iterable[dict[str, float]]) -> Sequence[str]:
     """Return the names of non-finite loss components, without their sum."""
     names = {
         key.removeprefix("loss/")

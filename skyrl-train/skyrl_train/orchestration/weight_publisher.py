@@ -81,7 +81,7 @@ class WeightPublisher:
         formats = (cfg.generator.model_dtype, "bfloat16" if cfg.trainer.bf16 else "float32")
         self._tolerance = CanaryTolerance(formats, cfg.generator.weight_sync_canary_tolerance)
         self._lock = asyncio.Lock()
-        client.give_weights = self._give_weights
+        client.give_weights = self._send_to_restarted
         if client.restart is not None:
             client.restart = partial(self._restart, client.restart)
         if self._adapters_alone:
@@ -107,14 +107,14 @@ class WeightPublisher:
                 break
             except (WorkerError, WeightSyncError) as error:
                 self._connected = False
-                if not await self._recovered():
+                if not await self._try_recover():
                     raise  # no engine crashed: the error has another cause
                 logger.warning(f"the weights of version {version} are sent again: {_first_line(error)}")
                 await self._colocation.onload("policy")
         self._num_published += 1
         return metrics | {"seconds": time.monotonic() - start}
 
-    async def _recovered(self) -> bool:
+    async def _try_recover(self) -> bool:
         """Recover from engine crashes. Return True if an engine had crashed and runs again."""
         any_died = False
 
@@ -127,13 +127,13 @@ class WeightPublisher:
 
     async def _send(self) -> dict[str, float]:
         if not self._connected:
-            await self._connect()
+            await self._open_connections()
         staged: dict[str, int] = {}
         if self._adapters_alone:
             staged, *_ = await self._policy.call_all(PolicyWorker.write_adapters, self._version)
         elif self._stages:
             await self._policy.call_all(PolicyWorker.stage_weights, self._version)
-        self._compares = self._canaries_are_due()
+        self._compares = self._is_canary_check_due()
         moves = not self._colocation.stays_beside_engines("policy")
         self._expected = await self._log_probs_of_policy() if self._compares and moves else None
         paused = time.monotonic()
@@ -152,7 +152,7 @@ class WeightPublisher:
         differ."""
         if not self._compares:
             return {}
-        of_policy = self._log_probs_of_policy() if self._expected is None else _ready(self._expected)
+        of_policy = self._log_probs_of_policy() if self._expected is None else _to_awaitable(self._expected)
         of_engines = (self._log_probs_of_engine(engine) for engine in self._client.engines)
         expected, *found = await asyncio.gather(of_policy, *of_engines)
         tolerance = self._tolerance.now(expected)
@@ -162,15 +162,15 @@ class WeightPublisher:
 
     # ---- connections
 
-    async def _connect(self) -> None:
+    async def _open_connections(self) -> None:
         self._infos = await self._client.infos()
         if not self._adapters_alone:
             places = await self._policy.call_all(PolicyWorker.place)
             strategy = self._cfg.generator.weight_sync_strategy
-            await self._connect_to(self._client.engines, self._infos, places, strategy)
+            await self._open_connection(self._client.engines, self._infos, places, strategy)
         self._connected = True
 
-    async def _connect_to(
+    async def _open_connection(
         self,
         engines: Sequence[InferenceEngineInterface],
         infos: Sequence[EngineInfo],
@@ -200,9 +200,9 @@ class WeightPublisher:
             timeout_seconds=generator.engine_control_timeout_seconds,
         )
         self._stages = needs_staging(init_infos[0])
-        await self._policy.call_all(PolicyWorker.connect_engines, self._handles(engines), init_infos)
+        await self._policy.call_all(PolicyWorker.connect_engines, self._get_handles(engines), init_infos)
 
-    def _handles(self, engines: Sequence[InferenceEngineInterface]) -> EngineHandles:
+    def _get_handles(self, engines: Sequence[InferenceEngineInterface]) -> EngineHandles:
         if not self._cfg.generator.run_engines_locally:
             return RemoteEngines(engines)
         return LocalEngines([engine for engine in engines if isinstance(engine, EngineHandle)])
@@ -219,7 +219,7 @@ class WeightPublisher:
 
         return await self._colocation.start_engine(start_and_wait)
 
-    async def _give_weights(self, index: int) -> None:
+    async def _send_to_restarted(self, index: int) -> None:
         """Send the current version to the restarted engine `index`. If workers are on the device, the next sync sends
         it."""
         async with self._lock:
@@ -242,7 +242,7 @@ class WeightPublisher:
             # Not through GPU memory: between syncs it may belong to the engines.
             is_near = any(place.node == infos[index].node for place in places)
             strategy = "shared_memory" if is_near else "broadcast"
-        await self._connect_to([engine], [infos[index]], places, strategy)
+        await self._open_connection([engine], [infos[index]], places, strategy)
         if self._stages:
             await self._policy.call_all(PolicyWorker.stage_weights, self._version)
         await self._policy.call_all(PolicyWorker.send_weights, self._version)
@@ -265,16 +265,16 @@ class WeightPublisher:
 
     # ---- log-probs of a few tokens
 
-    def _canaries_are_due(self) -> bool:
+    def _is_canary_check_due(self) -> bool:
         interval = self._cfg.generator.weight_sync_canary_interval
         return interval > 0 and self._num_published % interval == 0
 
-    def _canaries(self) -> list[list[int]]:
+    def _compute_canaries(self) -> list[list[int]]:
         shortest = min(info.max_model_len for info in self._infos)
         return canary_prompts(min([self._vocabulary, *(info.vocab_size for info in self._infos)]), shortest)
 
     async def _log_probs_of_policy(self) -> LogProbs:
-        log_probs, *_ = await self._policy.call_all(PolicyWorker.log_probs_of_tokens, self._canaries())
+        log_probs, *_ = await self._policy.call_all(PolicyWorker.log_probs_of_tokens, self._compute_canaries())
         return log_probs
 
     async def _log_probs_of_engine(self, engine: InferenceEngineInterface) -> LogProbs:
@@ -284,13 +284,13 @@ class WeightPublisher:
                 engine.generate(
                     GenerationRequest(prompt_token_ids=prompt, sampling_params=params, lora_name=self._client.lora_name)
                 )
-                for prompt in self._canaries()
+                for prompt in self._compute_canaries()
             ]
         )
         return [completion.prompt_log_probs or [] for completion in completions]
 
 
-async def _ready(log_probs: LogProbs) -> LogProbs:
+async def _to_awaitable(log_probs: LogProbs) -> LogProbs:
     return log_probs
 
 

@@ -6,14 +6,14 @@ from typing import NotRequired, TypedDict
 
 from skyrl_train.expert_routes import ExpertRoutes
 from skyrl_train.kept_tokens import KeptTokens
-from skyrl_train.rollouts.metrics import MetricsOutput, concatenate, scores_of_groups
+from skyrl_train.rollouts.metrics import MetricsOutput, compute_scores, concatenate
 from skyrl_train.rollouts.types import (
     Failure,
     RolloutBatch,
     TrainingSample,
     Trajectory,
     TrajectoryID,
-    grouped,
+    group_trajectories,
 )
 
 
@@ -69,10 +69,10 @@ def to_rollout_batch(output: GeneratorOutput, prompts: Sequence[TrajectoryID]) -
             failure=next((failures[row] for row in rows if failures[row] is not None), None),
             is_step_wise=is_step_wise,
         )
-        for prompt, rows in zip(prompts, _rows_of_trajectories(output), strict=True)
+        for prompt, rows in zip(prompts, _iter_rows_of_trajectories(output), strict=True)
     ]
     uids = [prompt.instance_id for prompt in prompts]
-    return RolloutBatch(grouped(trajectories, uids), dict(output["rollout_metrics"] or {}))
+    return RolloutBatch(group_trajectories(trajectories, uids), dict(output["rollout_metrics"] or {}))
 
 
 def to_generator_output(batch: RolloutBatch) -> GeneratorOutput:
@@ -121,7 +121,7 @@ def _sample(output: GeneratorOutput, row: int) -> TrainingSample:
     )
 
 
-def _rows_of_trajectories(output: GeneratorOutput) -> Iterator[range]:
+def _iter_rows_of_trajectories(output: GeneratorOutput) -> Iterator[range]:
     """Yield the rows of each trajectory, in order."""
     last_steps = output.get("is_last_step") or [True] * len(output["response_ids"])
     ends = [row + 1 for row, is_last in enumerate(last_steps) if is_last]
@@ -132,7 +132,7 @@ def _check_columns(output: GeneratorOutput, num_prompts: int) -> None:
     responses = output["response_ids"]
     if not responses:
         raise RuntimeError("No outputs generated")
-    num_trajectories = sum(1 for _ in _rows_of_trajectories(output))
+    num_trajectories = sum(1 for _ in _iter_rows_of_trajectories(output))
     if num_trajectories != num_prompts:
         raise ValueError(f"Mismatch between prompts ({num_prompts}) and responses ({num_trajectories})")
     for key, column in output.items():
@@ -191,12 +191,12 @@ def _check_token_columns(output: GeneratorOutput) -> None:
 
 def concatenate_generator_outputs(generator_outputs: Sequence[GeneratorOutput]) -> GeneratorOutput:
     """Concatenate several outputs in order; metrics are combined by `metrics.concatenate`."""
-    batches = [to_rollout_batch(output, _own_ids(output)) for output in generator_outputs]
+    batches = [to_rollout_batch(output, _generate_ids(output)) for output in generator_outputs]
     return to_generator_output(concatenate(batches))
 
 
 def get_metrics_from_generator_output(generator_output: GeneratorOutput, uids: Sequence[str]) -> MetricsOutput:
-    """Compute the scores of the trajectories (`metrics.scores_of_groups`).
+    """Compute the scores of the trajectories (`metrics.compute_scores`).
 
     Args:
         uids: the prompt of each row.
@@ -209,8 +209,8 @@ def get_metrics_from_generator_output(generator_output: GeneratorOutput, uids: S
         raise ValueError(f"there must be one uid a row; got {len(uids)} uids for {len(rewards)} rows")
     if not rewards:
         raise ValueError("there are no trajectories to score: rewards is empty")
-    prompts = [TrajectoryID(uids[rows.start], 0) for rows in _rows_of_trajectories(generator_output)]
-    return scores_of_groups(to_rollout_batch(generator_output, prompts).groups)
+    prompts = [TrajectoryID(uids[rows.start], 0) for rows in _iter_rows_of_trajectories(generator_output)]
+    return compute_scores(to_rollout_batch(generator_output, prompts).groups)
 
 
 def validate_generator_output(num_prompts: int, generator_output: GeneratorOutput) -> None:
@@ -219,8 +219,8 @@ def validate_generator_output(num_prompts: int, generator_output: GeneratorOutpu
     _check_columns(generator_output, num_prompts)
 
 
-def _own_ids(output: GeneratorOutput) -> list[TrajectoryID]:
+def _generate_ids(output: GeneratorOutput) -> list[TrajectoryID]:
     """Return an id for each trajectory, generated where the output has no ids."""
     ids = output.get("trajectory_ids")
-    rows = list(_rows_of_trajectories(output))
+    rows = list(_iter_rows_of_trajectories(output))
     return [TrajectoryID(str(number), 0) if ids is None else ids[own[-1]] for number, own in enumerate(rows)]

@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from skyrl_train.rollouts.groups import FinishedGroup, versions_of
+from skyrl_train.rollouts.groups import FinishedGroup, get_known_versions
 from skyrl_train.rollouts.pool import PoolCounts
 from skyrl_train.rollouts.types import NO_VERSION, TrainingSample
 
 
-def group_metrics(
+def compute_group_metrics(
     groups: Sequence[FinishedGroup], trained_version: int, bound: int, *, keeps_cache: bool
 ) -> dict[str, float]:
     """Compute metrics of the groups of a training step.
@@ -29,11 +29,13 @@ def group_metrics(
     ages = [trained_version - group.oldest_version for group in groups]
     shares = Counter(ages)
     trajectories = [trajectory for group in groups for trajectory in group.group.trajectories]
-    versions = [len(set(versions_of([trajectory]))) for trajectory in trajectories if versions_of([trajectory])]
+    versions = [
+        len(set(get_known_versions([trajectory]))) for trajectory in trajectories if get_known_versions([trajectory])
+    ]
     samples = [sample for trajectory in trajectories for sample in trajectory.samples]
-    generated = versions_of(trajectories)
+    generated = get_known_versions(trajectories)
     num_generated = len(generated)
-    interrupted = sum(map(_num_interrupted, samples)) / max(1, num_generated)
+    interrupted = sum(map(_count_interrupted, samples)) / max(1, num_generated)
     seconds = [group.seconds for group in groups]
     metrics = {
         "staleness_mean": sum(ages) / len(ages),
@@ -53,7 +55,7 @@ def group_metrics(
     return {f"async/{name}": float(value) for name, value in metrics.items()}
 
 
-def pool_metrics(
+def compute_pool_metrics(
     counts: PoolCounts, num_trained: int, max_running: int, waited: float, step: float
 ) -> dict[str, float]:
     """Compute metrics of the pool since the last step.
@@ -84,7 +86,7 @@ def pool_metrics(
     return {f"async/{name}": float(value) for name, value in metrics.items()}
 
 
-def _num_interrupted(sample: TrainingSample) -> int:
+def _count_interrupted(sample: TrainingSample) -> int:
     """Count the tokens whose weight version differs from the first token of their turn."""
     count, first = 0, NO_VERSION
     for version in sample.weight_versions or []:

@@ -70,19 +70,19 @@ class TokenCertificate:
         }
 
 
-def token_tree(samples: Sequence["TrainingSample"]) -> list[Branch]:
+def build_token_tree(samples: Sequence["TrainingSample"]) -> list[Branch]:
     """Return the position of each row in the tree: rows with a common beginning form branches, a later row branching
     off an earlier one."""
     rows = [np.asarray(sample.prompt_ids + sample.response_ids) for sample in samples]
     branches: list[Branch] = []
     for number, row in enumerate(rows):
-        shared = [_num_common(row, earlier) for earlier in rows[:number]]
+        shared = [_count_common(row, earlier) for earlier in rows[:number]]
         start = max(shared, default=0)
         branches.append(Branch(shared.index(start) if start else None, start))
     return branches
 
 
-def certify(
+def create_certificate(
     samples: Sequence["TrainingSample"],
     answers: Sequence[DrawnAnswer],
     *,
@@ -110,12 +110,12 @@ def certify(
         num_trained=num_trained,
         num_exact=num_exact,
         not_trained={reason: count for reason, count in (not_trained or {}).items() if count},
-        branches=token_tree(samples),
+        branches=build_token_tree(samples),
         new_rows={reason: count for reason, count in (new_rows or {}).items() if count},
     )
 
 
-def certificate_metrics(certificates: Sequence[TokenCertificate]) -> dict[str, float]:
+def compute_certificate_metrics(certificates: Sequence[TokenCertificate]) -> dict[str, float]:
     """Compute `tokens/exact_share` of the trained tokens, `tokens/trained_share` of the sampled tokens, rows per
     trajectory, and the count of each reason."""
     if not certificates:
@@ -152,7 +152,7 @@ def _count(answer: DrawnAnswer, samples: Sequence["TrainingSample"], counts: lis
             return
 
 
-def _num_common(left: np.ndarray, right: np.ndarray) -> int:
+def _count_common(left: np.ndarray, right: np.ndarray) -> int:
     num_compared = min(len(left), len(right))
     differs = left[:num_compared] != right[:num_compared]
     return int(differs.argmax()) if differs.any() else num_compared

@@ -89,7 +89,7 @@ def collate(
     return collated
 
 
-def kept_token_metrics(batch: TrainingInputBatch) -> dict[str, float]:
+def compute_kept_token_metrics(batch: TrainingInputBatch) -> dict[str, float]:
     """Compute mean and maximum of the number of kept tokens over the trained tokens; empty without sampling mask
     replay."""
     if batch.get("kept_counts") is None:

@@ -14,8 +14,8 @@ from loguru import logger
 from skyrl_train.algorithms.sampling import draw_replacements
 from skyrl_train.config import DynamicSamplingConfig
 from skyrl_train.errors import SkyRLError
-from skyrl_train.rollouts.filters import is_informative, with_uid
-from skyrl_train.rollouts.metrics import check_not_all_failed, concatenate, scores_of_groups
+from skyrl_train.rollouts.filters import is_informative, set_uid
+from skyrl_train.rollouts.metrics import check_not_all_failed, compute_scores, concatenate
 from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
 from skyrl_train.types import PromptRow
 
@@ -60,7 +60,7 @@ async def sample_batch(
             sources = draw_replacements(informative, settings.min_replace_ratio, generator)
             if sources is not None:
                 return RolloutBatch(
-                    _replaced(sampled.groups, sources), sampled.metrics | tally.metrics(tally.last_informative)
+                    _copy_groups(sampled.groups, sources), sampled.metrics | tally.metrics(tally.last_informative)
                 )
         logger.info(
             f"dynamic sampling: {tally.num_informative} of {tally.num_prompts} prompts sampled for this step have "
@@ -76,7 +76,7 @@ async def sample_batch(
     )
 
 
-def with_unique_uids(prompts: Sequence[PromptRow], seen: set[str]) -> list[PromptRow]:
+def make_uids_unique(prompts: Sequence[PromptRow], seen: set[str]) -> list[PromptRow]:
     """Return the prompts with unique uids, and add these to `seen`. A prompt that occurs again in a step (when an epoch
     ends within it) is a separate group with separate samples."""
     rows = []
@@ -90,10 +90,10 @@ def with_unique_uids(prompts: Sequence[PromptRow], seen: set[str]) -> list[Promp
     return rows
 
 
-def _replaced(groups: Sequence[TrajectoryGroup], sources: Sequence[int]) -> list[TrajectoryGroup]:
+def _copy_groups(groups: Sequence[TrajectoryGroup], sources: Sequence[int]) -> list[TrajectoryGroup]:
     """Return the groups with `sources[place]` at each position, under the uid of the position: a copy counts as a
     separate group, so its advantages equal the original's and the number of prompts is unchanged."""
-    return [with_uid(groups[source], group.uid) for group, source in zip(groups, sources, strict=True)]
+    return [set_uid(groups[source], group.uid) for group, source in zip(groups, sources, strict=True)]
 
 
 class _Tally:
@@ -114,7 +114,7 @@ class _Tally:
         self.num_prompts += num_prompts
         self.last_informative = num_informative
         self.num_informative += num_informative
-        score = scores_of_groups(sampled.groups)["avg_score"]
+        score = compute_scores(sampled.groups)["avg_score"]
         if score is not None:
             self._num_scored += num_prompts
             self._reward += num_prompts * score

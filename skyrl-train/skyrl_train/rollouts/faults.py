@@ -12,7 +12,7 @@ from loguru import logger
 from skyrl_gym.finite_numbers import describe, to_finite
 from skyrl_train.errors import FailureKind
 from skyrl_train.rollouts.filters import map_samples, map_trajectories, to_failed_sample
-from skyrl_train.rollouts.metrics import failure_counts
+from skyrl_train.rollouts.metrics import count_failures
 from skyrl_train.rollouts.types import Failure, RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class LengthLimits:
             return longest_answer
         return max(0, self.max_input_length - num_prompt_tokens) + longest_answer
 
-    def broken_rule(self, num_prompt_tokens: int, num_response_tokens: int) -> str | None:
+    def describe_violation(self, num_prompt_tokens: int, num_response_tokens: int) -> str | None:
         """Describe the limit that a sample of these lengths exceeds."""
         if num_prompt_tokens > self.max_input_length:
             return f"has a prompt of {num_prompt_tokens} tokens; generator.max_input_length is {self.max_input_length}"
@@ -76,14 +76,14 @@ class LengthLimits:
 def record_faults(batch: RolloutBatch, limits: LengthLimits | None = None) -> RolloutBatch:
     """Mark trajectories that break a rule as failed, truncated to the limits. Rules: prompt and response are not empty,
     rewards and log-probs are finite, and the limits hold. Trajectories that already failed keep their failure."""
-    checked = map_trajectories(batch, lambda trajectory: _checked(trajectory, limits))
+    checked = map_trajectories(batch, lambda trajectory: _check_trajectory(trajectory, limits))
     before, after = batch.trajectories, checked.trajectories
     broken = [new for old, new in zip(before, after, strict=True) if new is not old]
     if broken:
         first = broken[0].failure
         assert first is not None
         logger.warning("{} trajectories broke a rule and train nothing; the first: {}", len(broken), first.message)
-        checked = replace(checked, metrics=checked.metrics | failure_counts(after))
+        checked = replace(checked, metrics=checked.metrics | count_failures(after))
     if not any(any(sample.loss_mask) for _, _, sample in checked.rows()):
         logger.warning("the loss mask of every trajectory of this batch is zero: nothing will be learned from it")
     return checked
@@ -91,12 +91,12 @@ def record_faults(batch: RolloutBatch, limits: LengthLimits | None = None) -> Ro
 
 def is_sound(group: TrajectoryGroup, limits: LengthLimits | None) -> bool:
     """Check that no trajectory of a group has failed or breaks a rule."""
-    return all(each.failure is None and _checked(each, limits) is each for each in group.trajectories)
+    return all(each.failure is None and _check_trajectory(each, limits) is each for each in group.trajectories)
 
 
-def _checked(trajectory: Trajectory, limits: LengthLimits | None) -> Trajectory:
+def _check_trajectory(trajectory: Trajectory, limits: LengthLimits | None) -> Trajectory:
     """Return the same trajectory object, or a failed trajectory if one of its samples breaks a rule."""
-    faults = (_fault(sample, limits) for sample in trajectory.samples)
+    faults = (_find_fault(sample, limits) for sample in trajectory.samples)
     fault = next((fault for fault in faults if fault is not None), None)
     if fault is None:
         return trajectory
@@ -106,21 +106,21 @@ def _checked(trajectory: Trajectory, limits: LengthLimits | None) -> Trajectory:
     return replace(failed, failure=failure, stop_reason="error")
 
 
-def _fault(sample: TrainingSample, limits: LengthLimits | None) -> tuple[FailureKind, str] | None:
+def _find_fault(sample: TrainingSample, limits: LengthLimits | None) -> tuple[FailureKind, str] | None:
     """Return kind and message of the first rule that a sample breaks."""
     num_prompt, num_response = len(sample.prompt_ids), len(sample.response_ids)
     if not num_prompt or not num_response:
         rule = f"must have a prompt and a response; they are of {num_prompt} and {num_response} tokens"
-    elif (odd := _first_odd(sample.rewards)) is not None:
+    elif (odd := _find_non_finite(sample.rewards)) is not None:
         return "reward", f"must have finite numbers as rewards; got {odd}"
-    elif sample.log_probs is not None and (odd := _first_odd(sample.log_probs, sample.loss_mask)) is not None:
+    elif sample.log_probs is not None and (odd := _find_non_finite(sample.log_probs, sample.loss_mask)) is not None:
         rule = f"must have finite numbers as log-probs; got {odd}"
-    elif limits is None or (rule := limits.broken_rule(num_prompt, num_response)) is None:
+    elif limits is None or (rule := limits.describe_violation(num_prompt, num_response)) is None:
         return None
     return "infrastructure", rule
 
 
-def _first_odd(values: Sequence[float], mask: Sequence[int] | None = None) -> str | None:
+def _find_non_finite(values: Sequence[float], mask: Sequence[int] | None = None) -> str | None:
     """Return the first non-finite value where the mask is not 0."""
     with contextlib.suppress(TypeError, OverflowError):  # not convertible to float: found below
         if math.isfinite(sum(values)):

@@ -20,19 +20,19 @@ def map_samples(trajectory: Trajectory, function: Callable[[TrainingSample], Tra
 # ---- of a trajectory
 
 
-def without_loss(trajectory: Trajectory) -> Trajectory:
+def mask_trajectory(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory with every token masked."""
     return map_samples(trajectory, lambda sample: replace(sample, loss_mask=[0] * len(sample.loss_mask)))
 
 
-def without_rewards(trajectory: Trajectory) -> Trajectory:
+def remove_rewards(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory with reward 0 on every token."""
     return map_samples(trajectory, lambda sample: replace(sample, rewards=[0.0] * len(sample.rewards)))
 
 
 def zero_reward_on_non_stop(trajectory: Trajectory) -> Trajectory:
     """Set the rewards of a trajectory to 0 unless its stop reason is `stop`: `generator.zero_reward_on_non_stop`."""
-    return trajectory if trajectory.stop_reason == "stop" else without_rewards(trajectory)
+    return trajectory if trajectory.stop_reason == "stop" else remove_rewards(trajectory)
 
 
 def mask_overlong(trajectory: Trajectory) -> Trajectory:
@@ -42,7 +42,7 @@ def mask_overlong(trajectory: Trajectory) -> Trajectory:
     The stop reason decides: a trajectory ended by its environment without an end-of-sequence token is kept, a
     trajectory truncated directly after such a token is masked.
     """
-    return without_loss(trajectory) if trajectory.stop_reason == "length" else trajectory
+    return mask_trajectory(trajectory) if trajectory.stop_reason == "length" else trajectory
 
 
 def mask_unended(trajectory: Trajectory, end_token_id: int | Collection[int] | None) -> Trajectory:
@@ -57,7 +57,7 @@ def mask_unended(trajectory: Trajectory, end_token_id: int | Collection[int] | N
         ended = bool(response_ids) and response_ids[-1] in end_token_id
     else:
         ended = response_ids[-1:] == [end_token_id] or trajectory.stop_reason == "stop"
-    return trajectory if ended else without_loss(trajectory)
+    return trajectory if ended else mask_trajectory(trajectory)
 
 
 def to_failed_sample(sample: TrainingSample) -> TrainingSample:
@@ -76,7 +76,7 @@ def to_failed_sample(sample: TrainingSample) -> TrainingSample:
 # ---- of a group
 
 
-def scores(group: TrajectoryGroup) -> list[float | None]:
+def get_scores(group: TrajectoryGroup) -> list[float | None]:
     """Return the reward of each trajectory; None for a failed trajectory, and for a single successful trajectory of a
     group, which has nothing to be compared with."""
     num_valid = sum(trajectory.failure is None for trajectory in group.trajectories)
@@ -87,10 +87,10 @@ def scores(group: TrajectoryGroup) -> list[float | None]:
 def is_informative(group: TrajectoryGroup, tolerance: float = TOLERANCE) -> bool:
     """Check that the rewards of a group differ by more than `tolerance`, so that the group has a gradient (see
     `algorithms.sampling`)."""
-    return bool(find_informative_groups(scores(group), [group.uid] * len(group.trajectories), tolerance))
+    return bool(find_informative_groups(get_scores(group), [group.uid] * len(group.trajectories), tolerance))
 
 
-def with_uid(group: TrajectoryGroup, uid: str) -> TrajectoryGroup:
+def set_uid(group: TrajectoryGroup, uid: str) -> TrajectoryGroup:
     """Return the group and its trajectories under another uid."""
     trajectories = [replace(each, id=replace(each.id, instance_id=uid)) for each in group.trajectories]
     return TrajectoryGroup(uid, trajectories)

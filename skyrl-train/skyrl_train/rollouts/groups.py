@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from skyrl_train.rollouts.adapter import GeneratorOutput, to_generator_output
-from skyrl_train.rollouts.filters import map_samples, with_uid
+from skyrl_train.rollouts.filters import map_samples, set_uid
 from skyrl_train.rollouts.schedule import OnStale
 from skyrl_train.rollouts.types import NO_VERSION, RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup
 
@@ -19,7 +19,7 @@ class FinishedGroup:
         >>> sample = TrainingSample([5], [8, 9, 2], [1, 1, 1], [0.0, 0.0, 1.0], weight_versions=[3, 4, 4])
         >>> group = TrajectoryGroup("question_0", [Trajectory(TrajectoryID("question_0", 0), [sample])])
         >>> finished = FinishedGroup(ticket=12, group=group, metrics={}, version=3, seconds=1.5)
-        >>> finished.oldest_version, finished.version_for("mask")
+        >>> finished.oldest_version, finished.get_staleness_version("mask")
         (3, 4)
     """
 
@@ -58,17 +58,17 @@ class FinishedGroup:
     @property
     def oldest_version(self) -> int:
         """Weight version of the oldest token; the version at the start if no token version is known."""
-        return min(versions_of(self.group.trajectories), default=self.version)
+        return min(get_known_versions(self.group.trajectories), default=self.version)
 
-    def version_for(self, on_stale: OnStale) -> int:
+    def get_staleness_version(self, on_stale: OnStale) -> int:
         """Return the weight version that determines staleness: of the oldest token, or of the newest if older tokens
         are masked."""
         if on_stale == "mask":
-            return max(versions_of(self.group.trajectories), default=self.version)
+            return max(get_known_versions(self.group.trajectories), default=self.version)
         return self.oldest_version
 
 
-def versions_of(trajectories: list[Trajectory]) -> list[int]:
+def get_known_versions(trajectories: list[Trajectory]) -> list[int]:
     """Return all known weight versions of generated tokens."""
     return [
         version
@@ -93,7 +93,7 @@ def mask_stale(group: TrajectoryGroup, oldest: int) -> TrajectoryGroup:
     return replace(group, trajectories=[map_samples(each, masked) for each in group.trajectories])
 
 
-def with_different_uids(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+def make_group_uids_unique(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
     """Return the groups of a step with unique uids: a prompt that occurs twice (from two epochs) forms two groups."""
     seen: set[str] = set()
     result = []
@@ -103,5 +103,5 @@ def with_different_uids(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
             number += 1
             uid = f"{group.uid}#{number}"
         seen.add(uid)
-        result.append(group if uid == group.uid else with_uid(group, uid))
+        result.append(group if uid == group.uid else set_uid(group, uid))
     return result

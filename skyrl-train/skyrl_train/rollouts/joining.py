@@ -20,11 +20,11 @@ def merge_appending_turns(trajectory: Trajectory) -> Trajectory:
     """
     if len(trajectory.samples) == 1:
         return trajectory
-    runs = split_appending(trajectory.samples, _tokens_of)
+    runs = split_appending(trajectory.samples, _get_tokens)
     return replace(trajectory, samples=[join_samples(run) for run in runs])
 
 
-def whole_sample(trajectory: Trajectory) -> TrainingSample:
+def merge_all_turns(trajectory: Trajectory) -> TrainingSample:
     """Merge all turns of a trajectory into one sample, for metrics and for display. If a turn's prompt does not start
     with the previous turn (the history was rewritten), its response is appended directly."""
     return join_samples(trajectory.samples)
@@ -35,7 +35,7 @@ def join_samples(samples: Sequence[TrainingSample]) -> TrainingSample:
     first = samples[0]
     if len(samples) == 1:
         return first
-    between = [get_tokens_between(_tokens_of(one), _tokens_of(other)) or [] for one, other in pairwise(samples)]
+    between = [get_tokens_between(_get_tokens(one), _get_tokens(other)) or [] for one, other in pairwise(samples)]
     gaps = [len(tokens) for tokens in between]
     ids = list(first.response_ids)
     for tokens, sample in zip(between, samples[1:], strict=True):
@@ -47,12 +47,12 @@ def join_samples(samples: Sequence[TrainingSample]) -> TrainingSample:
         rewards=join_column([sample.rewards for sample in samples], gaps, 0.0),
         log_probs=join_optional_column([sample.log_probs for sample in samples], gaps, 0.0),
         weight_versions=join_optional_column([sample.weight_versions for sample in samples], gaps, NO_VERSION),
-        routes=_joined_routes(samples),
-        kept_tokens=_joined_kept_tokens(samples, gaps),
+        routes=_join_sample_routes(samples),
+        kept_tokens=_join_kept_tokens(samples, gaps),
     )
 
 
-def _joined_kept_tokens(samples: Sequence[TrainingSample], gaps: Sequence[int]) -> KeptTokens | None:
+def _join_kept_tokens(samples: Sequence[TrainingSample], gaps: Sequence[int]) -> KeptTokens | None:
     parts: list[KeptTokens] = []
     for gap, sample in zip([0, *gaps], samples, strict=True):
         if sample.kept_tokens is None:
@@ -61,12 +61,12 @@ def _joined_kept_tokens(samples: Sequence[TrainingSample], gaps: Sequence[int]) 
     return join_kept_tokens(parts)
 
 
-def _joined_routes(samples: Sequence[TrainingSample]) -> ExpertRoutes | None:
+def _join_sample_routes(samples: Sequence[TrainingSample]) -> ExpertRoutes | None:
     """Join the routes of merged samples; keep only the first sample's routes if the history was rewritten, since later
     routes then belong to other positions."""
-    is_appending = len(split_appending(samples, _tokens_of)) == 1
+    is_appending = len(split_appending(samples, _get_tokens)) == 1
     return join_routes([sample.routes for sample in samples]) if is_appending else samples[0].routes
 
 
-def _tokens_of(sample: TrainingSample) -> TurnTokens:
+def _get_tokens(sample: TrainingSample) -> TurnTokens:
     return sample.prompt_ids, sample.response_ids

@@ -16,11 +16,11 @@ Example of a group that fails, another that finishes, and the step that trains i
     >>> from skyrl_train.rollouts.types import TrainingSample, Trajectory, TrajectoryGroup, TrajectoryID
     >>> path = Path(tempfile.mkdtemp()) / "journal.jsonl"
     >>> journal = RolloutJournal(path, {"seed": 1})
-    >>> journal.failed(0)
+    >>> journal.append_failed(0)
     >>> sample = TrainingSample([5, 6, 7], [8, 9, 2], loss_mask=[1, 1, 1], rewards=[0.0, 0.0, 1.0])
     >>> group = TrajectoryGroup("question_1", [Trajectory(TrajectoryID("question_1", 0), [sample])])
-    >>> journal.finished(FinishedGroup(ticket=1, group=group, metrics={}, version=0, seconds=1.5))
-    >>> journal.batch(1, [1])
+    >>> journal.append_finished(FinishedGroup(ticket=1, group=group, metrics={}, version=0, seconds=1.5))
+    >>> journal.append_batch(1, [1])
     >>> journal.close()
     >>> [next(iter(json.loads(line))) for line in path.read_text().splitlines()]
     ['experiment', 'failed', 'finished', 'batch']
@@ -81,23 +81,23 @@ class RolloutJournal:
 
     # ---- writing
 
-    def finished(self, group: FinishedGroup) -> None:
+    def append_finished(self, group: FinishedGroup) -> None:
         """Append a finished group."""
-        self._write(_finished_line(group))
+        self._write(_format_finished_line(group))
 
-    def batch(self, step: int, tickets: Sequence[int]) -> None:
+    def append_batch(self, step: int, tickets: Sequence[int]) -> None:
         """Append the groups that a training step consumes."""
         self._append({"batch": step, "tickets": list(tickets)})
 
-    def failed(self, ticket: int) -> None:
+    def append_failed(self, ticket: int) -> None:
         """Append that a group failed and is replaced by another."""
         self._append({"failed": ticket})
 
-    def filtered(self, ticket: int) -> None:
+    def append_filtered(self, ticket: int) -> None:
         """Append that a finished group is excluded from training."""
         self._append({"filtered": ticket})
 
-    def stale(self, tickets: Sequence[int], *, deferred: bool) -> None:
+    def append_stale(self, tickets: Sequence[int], *, deferred: bool) -> None:
         """Append that groups became stale and are regenerated, at once or at the end of their epoch (`deferred`)."""
         self._append({"stale": list(tickets), "deferred": deferred})
 
@@ -110,10 +110,10 @@ class RolloutJournal:
         try:
             file = self._file or self._open()
         except OSError as error:
-            raise self._not_writable(error) from error
+            raise self._make_write_error(error) from error
         self._marked = list(groups), file.seek(0, os.SEEK_END)
 
-    def shorten(self) -> None:
+    def compact(self) -> None:
         """Compact the journal after the checkpoint of the last `mark_checkpoint` completed: keep the groups at that
         time and all later lines. The result is flushed to disk.
 
@@ -126,9 +126,11 @@ class RolloutJournal:
             with open(self.path, "rb") as file:
                 file.seek(num_bytes)
                 since = file.read()
-            write_atomically(self.path, b"".join([self._first_line(), *map(_finished_line, groups), since]))
+            write_atomically(
+                self.path, b"".join([self._format_first_line(), *map(_format_finished_line, groups), since])
+            )
         except OSError as error:
-            raise self._not_writable(error) from error
+            raise self._make_write_error(error) from error
         self._marked = None
         self.close()
 
@@ -138,7 +140,7 @@ class RolloutJournal:
             self._file = None
 
     def _append(self, event: Mapping[str, object]) -> None:
-        self._write(_json_line(event))
+        self._write(_format_json_line(event))
 
     def _write(self, line: bytes) -> None:
         """Write one line. It survives a crash of this process immediately, and a crash of the machine after the next
@@ -149,7 +151,7 @@ class RolloutJournal:
                 line = line[file.write(line) :]
         except OSError as error:
             self.close()
-            raise self._not_writable(error) from error
+            raise self._make_write_error(error) from error
 
     def _open(self) -> FileIO:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,15 +159,15 @@ class RolloutJournal:
         self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115  closed by `close`
         remove_torn_line(self._file)
         if self._file.seek(0, 2) == 0:
-            self._file.write(self._first_line())
+            self._file.write(self._format_first_line())
         if is_new:
             fsync_folder(self.path.parent)
         return self._file
 
-    def _first_line(self) -> bytes:
-        return _json_line({"experiment": self._experiment})
+    def _format_first_line(self) -> bytes:
+        return _format_json_line({"experiment": self._experiment})
 
-    def _not_writable(self, error: OSError) -> CheckpointError:
+    def _make_write_error(self, error: OSError) -> CheckpointError:
         return CheckpointError(
             f"the journal of rollouts {self.path} cannot be written: {error}. Groups that it holds are not lost: make "
             "room (or the folder writable) and give the same command again"
@@ -187,7 +189,7 @@ class RolloutJournal:
         Raises:
             CheckpointError: a line before the last is damaged.
         """
-        events = self._events()
+        events = self._read_events()
         recovered = RecoveredRollouts(state)
         gone: set[int] = set()
         restarted, deferred = set(state.restarted), set(state.deferred)
@@ -212,7 +214,7 @@ class RolloutJournal:
         _merge(recovered, gone, trained, restarted, deferred)
         return recovered
 
-    def _verified_lines(self) -> Iterator[dict[str, object]]:
+    def _read_verified_lines(self) -> Iterator[dict[str, object]]:
         """Yield the lines without checksums, except an incomplete last line.
 
         Raises:
@@ -223,22 +225,22 @@ class RolloutJournal:
             if found is None and number == 1:
                 yield {}  # written by a release without checksums: counts as another experiment
                 return
-            if _with_sum(line[:-_SUM_BYTES] + b"}\n") != line:
+            if _add_checksum(line[:-_SUM_BYTES] + b"}\n") != line:
                 raise CheckpointError(
                     f"{self.path}, line {number} is not what was written (its checksum differs): the file was altered "
                     "or its disk is faulty. To generate its finished groups again, remove the file"
                 )
             yield row
 
-    def _events(self) -> list[dict[str, object]]:
+    def _read_events(self) -> list[dict[str, object]]:
         """Return the lines after the first; empty for the journal of another experiment."""
         if not self.path.exists():
             return []
-        lines = self._verified_lines()
+        lines = self._read_verified_lines()
         first = next(lines, None)
         if first is None:
             return []
-        if changes := _changes(first.get("experiment"), self._experiment):
+        if changes := _find_changes(first.get("experiment"), self._experiment):
             logger.warning(
                 f"{self.path} is the journal of a run that sampled or rewarded otherwise "
                 f"({', '.join(changes)} changed): its finished groups are generated again"
@@ -270,22 +272,22 @@ def _merge(
     state.next_ticket = end
 
 
-def _with_sum(line: bytes) -> bytes:
+def _add_checksum(line: bytes) -> bytes:
     """Add the checksum to a line of JSON."""
     text = line.removesuffix(b"}\n")
     return b'%s, "sum": "%016x"}\n' % (text, xxhash.xxh64_intdigest(text))
 
 
-def _changes(before: object, after: Mapping[str, object]) -> list[str]:
+def _find_changes(before: object, after: Mapping[str, object]) -> list[str]:
     """Return the sorted names of differing entries of two experiments."""
     if not isinstance(before, dict):
         return ["its first line"]
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
-def _finished_line(group: FinishedGroup) -> bytes:
-    values = _GROUPS.dump_json([group], fallback=_plain)[1:-1]
-    return _with_sum(b'{"finished": %d, "group": %s}\n' % (group.ticket, values))
+def _format_finished_line(group: FinishedGroup) -> bytes:
+    values = _GROUPS.dump_json([group], fallback=_convert_to_json_value)[1:-1]
+    return _add_checksum(b'{"finished": %d, "group": %s}\n' % (group.ticket, values))
 
 
 def _group_of(event: Mapping[str, object], path: Path) -> FinishedGroup:
@@ -298,10 +300,10 @@ def _group_of(event: Mapping[str, object], path: Path) -> FinishedGroup:
         ) from error
 
 
-def _json_line(event: Mapping[str, object]) -> bytes:
-    return _with_sum(json.dumps(event).encode() + b"\n")
+def _format_json_line(event: Mapping[str, object]) -> bytes:
+    return _add_checksum(json.dumps(event).encode() + b"\n")
 
 
-def _plain(value: object) -> object:
+def _convert_to_json_value(value: object) -> object:
     """Convert an environment's metric to a JSON value: numbers of NumPy and torch to numbers, anything else to text."""
     return value.item() if isinstance(value, np.generic | torch.Tensor) else str(value)

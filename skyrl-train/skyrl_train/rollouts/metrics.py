@@ -10,7 +10,7 @@ import numpy as np
 from skyrl_gym.finite_numbers import to_finite_scalar
 from skyrl_gym.metrics import aggregate_for_environment
 from skyrl_train.errors import AllRolloutsFailedError, FailureKind
-from skyrl_train.rollouts.joining import whole_sample
+from skyrl_train.rollouts.joining import merge_all_turns
 from skyrl_train.rollouts.types import NO_VERSION, Failure, RolloutBatch, Trajectory, TrajectoryGroup
 
 
@@ -22,7 +22,7 @@ class MetricsOutput(TypedDict):
     mean_positive_reward: float | None
 
 
-def scores_of_groups(groups: Sequence[TrajectoryGroup]) -> MetricsOutput:
+def compute_scores(groups: Sequence[TrajectoryGroup]) -> MetricsOutput:
     """Compute the scores of the successful trajectories.
 
     `avg_score` is the mean of the trajectories' rewards, `mean_positive_reward` the mean of their positive parts,
@@ -46,11 +46,11 @@ def scores_of_groups(groups: Sequence[TrajectoryGroup]) -> MetricsOutput:
     )
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def compute_rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Compute all metrics of trajectories with turn lengths and environment metrics: `get_rollout_metrics`,
     `generate/num_retries`, and `generate/entropy` if the engine reported log-probs."""
     metrics = get_rollout_metrics(
-        *_tokens_and_rewards(trajectories),
+        *_get_tokens_and_rewards(trajectories),
         [trajectory.env_metrics for trajectory in trajectories],
         [trajectory.env_class for trajectory in trajectories],
         stop_reasons=_stop_reasons(trajectories),
@@ -58,11 +58,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         turn_lengths=[trajectory.turn_lengths for trajectory in trajectories],
     )
     metrics["generate/num_retries"] = float(sum(trajectory.num_retries for trajectory in trajectories))
-    entropy = sampled_entropy(trajectories)
+    entropy = estimate_sampling_entropy(trajectories)
     return metrics if entropy is None else metrics | {"generate/entropy": entropy}
 
 
-def sampled_entropy(trajectories: Sequence[Trajectory]) -> float | None:
+def estimate_sampling_entropy(trajectories: Sequence[Trajectory]) -> float | None:
     """Estimate the entropy of sampling in nats per token: the mean of -log p over all generated tokens.
 
     Masked tokens (e.g. of truncated responses) are included with equal weight, so that runs with different filters and
@@ -78,10 +78,10 @@ def sampled_entropy(trajectories: Sequence[Trajectory]) -> float | None:
     return -math.fsum(value for own in log_probs for value in own or ()) / num_generated
 
 
-def token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def compute_token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Compute the metrics available for any generator: lengths, stop reasons, failures."""
     return get_rollout_metrics(
-        *_tokens_and_rewards(trajectories),
+        *_get_tokens_and_rewards(trajectories),
         stop_reasons=_stop_reasons(trajectories),
         failures=[trajectory.failure for trajectory in trajectories],
     )
@@ -90,8 +90,8 @@ def token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     """Concatenate several batches in order.
 
-    The metrics of `rollout_metrics` (or of `token_metrics` if environments are unknown) are recomputed and counts
-    (`generate/num_`) are summed; other metrics are averaged, weighted by the number of trajectories.
+    The metrics of `compute_rollout_metrics` (or of `compute_token_metrics` if environments are unknown) are recomputed
+    and counts (`generate/num_`) are summed; other metrics are averaged, weighted by the number of trajectories.
 
     Raises:
         ValueError: no batches.
@@ -114,11 +114,11 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     }
     groups = [group for batch in batches for group in batch.groups]
     trajectories = [each for group in groups for each in group.trajectories]
-    computed = rollout_metrics if all(each.env_class for each in trajectories) else token_metrics
+    computed = compute_rollout_metrics if all(each.env_class for each in trajectories) else compute_token_metrics
     return RolloutBatch(groups, joined | computed(trajectories))
 
 
-def version_lag_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
+def compute_version_lag_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
     """Compute how many versions the weights that sampled the tokens are behind the trained weights: mean and maximum
     over generated tokens of successful trajectories. Empty if no version is known.
 
@@ -141,9 +141,9 @@ def version_lag_metrics(trajectories: Sequence[Trajectory], weight_version: int)
     }
 
 
-def failure_counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def count_failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Count `generate/num_failed/<kind>` for each failure kind."""
-    return _failure_counts([trajectory.failure for trajectory in trajectories])
+    return _count_failures([trajectory.failure for trajectory in trajectories])
 
 
 def check_not_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
@@ -209,14 +209,14 @@ def get_rollout_metrics(
         for reason in sorted({"stop", "length", *counts}):
             metrics[f"generate/stop_reason/{reason}"] = counts[reason] / len(stop_reasons)
     if failures is not None:
-        metrics |= _failure_counts(failures)
+        metrics |= _count_failures(failures)
     if env_metrics is not None and env_classes is not None:
-        metrics |= _environment_metrics(env_metrics, env_classes, kept)
+        metrics |= _compute_environment_metrics(env_metrics, env_classes, kept)
     return metrics
 
 
-def _tokens_and_rewards(trajectories: Sequence[Trajectory]) -> tuple[list[list[int]], list[list[float]]]:
-    whole = [whole_sample(trajectory) for trajectory in trajectories]
+def _get_tokens_and_rewards(trajectories: Sequence[Trajectory]) -> tuple[list[list[int]], list[list[float]]]:
+    whole = [merge_all_turns(trajectory) for trajectory in trajectories]
     return [sample.response_ids for sample in whole], [sample.rewards for sample in whole]
 
 
@@ -229,12 +229,12 @@ def _total(reward: float | Sequence[float]) -> float:
     return float(sum(reward)) if isinstance(reward, Sequence) else float(reward)
 
 
-def _failure_counts(failures: Sequence[Failure | None]) -> dict[str, float]:
+def _count_failures(failures: Sequence[Failure | None]) -> dict[str, float]:
     counts = Counter(failure.kind for failure in failures if failure is not None)
     return {f"generate/num_failed/{kind}": float(counts[kind]) for kind in get_args(FailureKind)}
 
 
-def _environment_metrics(
+def _compute_environment_metrics(
     env_metrics: Sequence[dict[str, Any] | None], env_classes: Sequence[str], kept: list[int]
 ) -> dict[str, float]:
     by_class: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)

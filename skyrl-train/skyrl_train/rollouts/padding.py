@@ -52,7 +52,7 @@ def convert_prompts_responses_to_batch_tensors(
     if tokenizer.pad_token_id is None:
         raise ValueError("the tokenizer has no padding token; set tokenizer.pad_token (to its eos_token, for example)")
     pad_id: int = tokenizer.pad_token_id  # pyright: ignore[reportAssignmentType]
-    prompt_mask, response_mask = _length_mask(prompts, left=True), _length_mask(responses)
+    prompt_mask, response_mask = _build_length_mask(prompts, left=True), _build_length_mask(responses)
     sequences = torch.cat(
         [_fill(prompts, prompt_mask, torch.int64, pad_id), _fill(responses, response_mask, torch.int64, pad_id)], dim=1
     )
@@ -78,7 +78,7 @@ def pad_versions(versions: Sequence[Sequence[int] | None], response_mask: torch.
     return _fill(known, response_mask != 0, torch.int32, NO_VERSION)
 
 
-def _length_mask(rows: Sequence[Sequence[object]], left: bool = False) -> torch.Tensor:
+def _build_length_mask(rows: Sequence[Sequence[object]], left: bool = False) -> torch.Tensor:
     """Return a mask [B, L], True where a row has an entry: at the start of the row, or at its end if padded on the
     left."""
     lengths_B = torch.tensor([len(row) for row in rows])

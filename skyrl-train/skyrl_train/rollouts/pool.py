@@ -3,7 +3,7 @@
 The scheduler decides which groups start and which are trained; the pool runs a task for each, with a deadline, and
 writes what is finished to the journal.
 
-    may a group start? -> task: generate -> journal, queue -> `next_batch`: trainer -> `trained`, `synced` -> start more
+    may a group start? -> task: generate -> journal, queue -> `next_batch`: trainer -> `record_trained`, `record_synced`
 
 Shutdown: no new group starts, tasks are cancelled and awaited (a task that ignores the cancellation is abandoned after
 `_GRACE_SECONDS`), then the journal is closed. The owner of the engines shuts them down afterwards.
@@ -82,7 +82,7 @@ class RolloutPool:
         timeline: Timeline | None = None,
         on_finished: Callable[[], None] = lambda: None,
     ):
-        versions = {ticket: group.version_for(limits.on_stale) for ticket, group in recovered.groups.items()}
+        versions = {ticket: group.get_staleness_version(limits.on_stale) for ticket, group in recovered.groups.items()}
         self.scheduler = GroupScheduler(limits, replace(recovered.state, finished=versions))
         self._generate = generate
         self._finished = dict(recovered.groups)
@@ -134,50 +134,50 @@ class RolloutPool:
             SkyRLError: no group runs or may start, and the finished groups do not fill a step.
         """
         step = self.scheduler.num_trained_steps + 1
-        while (tickets := self._tickets(step)) is None:
+        while (tickets := self._get_next_tickets(step)) is None:
             if not self._tasks:
                 raise SkyRLError(
-                    f"training step {step} has no groups to wait for: {self.scheduler.why_no_batch()}; "
-                    f"{self.scheduler.why_not_started()}"
+                    f"training step {step} has no groups to wait for: {self.scheduler.describe_why_no_batch()}; "
+                    f"{self.scheduler.describe_why_not_started()}"
                 )
-            await self._wait(f"training step {step}: {self.scheduler.why_no_batch()}")
+            await self._wait(f"training step {step}: {self.scheduler.describe_why_no_batch()}")
         if step not in self._begun:
-            self._journal.batch(step, tickets)
+            self._journal.append_batch(step, tickets)
         return [self._finished[ticket] for ticket in tickets]
 
-    def foreseen_batch(self) -> dict[int, TrajectoryGroup]:
+    def get_predicted_batch(self) -> dict[int, TrajectoryGroup]:
         """Return the finished groups that the next training step will probably consume, keyed by position in its
         batch."""
         begun = self._begun.get(self.scheduler.num_trained_steps + 1)
-        tickets = self.scheduler.foreseen_batch() if begun is None else dict(enumerate(begun))
+        tickets = self.scheduler.predict_next_batch() if begun is None else dict(enumerate(begun))
         return {place: self._finished[ticket].group for place, ticket in tickets.items() if ticket in self._finished}
 
-    def _tickets(self, step: int) -> list[int] | None:
+    def _get_next_tickets(self, step: int) -> list[int] | None:
         """Return the tickets of a step; first the tickets of a step that a killed run had started."""
         begun = self._begun.get(step)
         if begun is not None and all(ticket in self._finished for ticket in begun):
             return begun
         self._begun.pop(step, None)
-        return self.scheduler.next_batch()
+        return self.scheduler.get_next_batch()
 
-    def trained(self, groups: list[FinishedGroup], *, sync_follows: bool = False) -> None:
+    def record_trained(self, groups: list[FinishedGroup], *, sync_follows: bool = False) -> None:
         """Record a training step over these groups, and restart groups that it made stale.
 
         Args:
             sync_follows: start no group before `synced`, since it would be one step staler than with the new weights.
         """
         # The scheduler comes first: if it refuses a ticket, nothing has left the queue.
-        self.scheduler.trained([group.ticket for group in groups])
+        self.scheduler.record_trained([group.ticket for group in groups])
         for group in groups:
             del self._finished[group.ticket]
         self._begun.pop(self.scheduler.num_trained_steps, None)
-        self._take_stale()
+        self._requeue_stale()
         self._is_open = self._is_open and not sync_follows
         self._start_groups()
 
-    def synced(self, version: int) -> None:
+    def record_synced(self, version: int) -> None:
         """Record that the engines have the weights after `version` steps, and start more groups."""
-        self.scheduler.synced(version)
+        self.scheduler.record_synced(version)
         self._is_open = True
         self._start_groups()
 
@@ -192,9 +192,9 @@ class RolloutPool:
         self._journal.mark_checkpoint([self._finished[ticket] for ticket in self.scheduler.finished_groups])
         return self.scheduler.state()
 
-    def shorten_journal(self) -> None:
+    def compact_journal(self) -> None:
         """Compact the journal once the checkpoint of the last `state` is complete."""
-        self._journal.shorten()
+        self._journal.compact()
 
     def take_counts(self) -> PoolCounts:
         """Return the counts since the last call."""
@@ -219,16 +219,16 @@ class RolloutPool:
 
     def _start_groups(self) -> None:
         self._count_time()
-        while self._is_open and self.scheduler.may_start():
+        while self._is_open and self.scheduler.can_start():
             ticket = self.scheduler.start()
             self._timeline.group_started(ticket, self.scheduler.version)
             self._tasks[ticket] = self._task_group.create_task(self._run(ticket), name=f"group {ticket}")
 
-    def _take_stale(self) -> None:
+    def _requeue_stale(self) -> None:
         """Requeue stale groups, and cancel running stale groups."""
-        stale = self.scheduler.take_stale()
+        stale = self.scheduler.requeue_stale()
         if stale:
-            self._journal.stale(stale, deferred=self.scheduler.limits.on_stale == "drop")
+            self._journal.append_stale(stale, deferred=self.scheduler.limits.on_stale == "drop")
             self._counts.num_stale += len(stale)
         for ticket in stale:
             self._finished.pop(ticket, None)
@@ -259,25 +259,27 @@ class RolloutPool:
                 late = f"group {ticket} was not finished after {self._timeout:g} s (group_timeout_seconds)"
                 why = await asyncio.to_thread(write_explanation, late)
         finally:
-            await self._end(ticket, generation)
+            await self._cancel_generation(ticket, generation)
         # From here to the end there is no await: journal, queue and scheduler change together.
         self._count_time()
         del self._tasks[ticket]
         if is_late:
-            self._fail(ticket, TimeoutError(f"not finished after {self._timeout:g} s (group_timeout_seconds){why}"))
+            self._handle_failure(
+                ticket, TimeoutError(f"not finished after {self._timeout:g} s (group_timeout_seconds){why}")
+            )
         elif generation.cancelled():
-            self._fail(ticket, RuntimeError("the generator cancelled it"))
+            self._handle_failure(ticket, RuntimeError("the generator cancelled it"))
         elif (error := generation.exception()) is None:
-            self._finish(ticket, generation.result(), version, time.monotonic() - began)
+            self._handle_finished(ticket, generation.result(), version, time.monotonic() - began)
         elif isinstance(error, Exception) and (not isinstance(error, SkyRLError) or isinstance(error, RolloutError)):
-            self._fail(ticket, error)
+            self._handle_failure(ticket, error)
         else:
             raise error
 
-    async def _end(self, ticket: int, generation: "asyncio.Future[RolloutBatch]") -> None:
+    async def _cancel_generation(self, ticket: int, generation: "asyncio.Future[RolloutBatch]") -> None:
         """Cancel an unfinished generation and give it time to clean up."""
         self._left_behind.add(generation)
-        generation.add_done_callback(self._forget)
+        generation.add_done_callback(self._remove_task)
         if generation.done():
             return
         generation.cancel()
@@ -285,12 +287,12 @@ class RolloutPool:
         if not generation.done():
             logger.warning(f"group {ticket} was cancelled and goes on after {_GRACE_SECONDS:g} s; it is left behind")
 
-    def _forget(self, generation: "asyncio.Future[RolloutBatch]") -> None:
+    def _remove_task(self, generation: "asyncio.Future[RolloutBatch]") -> None:
         self._left_behind.discard(generation)
         if not generation.cancelled():
             generation.exception()  # retrieved, so that asyncio does not report it again
 
-    def _finish(self, ticket: int, rollouts: RolloutBatch, version: int, seconds: float) -> None:
+    def _handle_finished(self, ticket: int, rollouts: RolloutBatch, version: int, seconds: float) -> None:
         if len(rollouts.groups) != 1:
             raise SkyRLError(
                 f"the generator was asked for the samples of one prompt and returned {len(rollouts.groups)} groups: "
@@ -298,20 +300,20 @@ class RolloutPool:
             )
         [group] = rollouts.groups
         finished = FinishedGroup(ticket=ticket, group=group, metrics=rollouts.metrics, version=version, seconds=seconds)
-        self.scheduler.finished(ticket, finished.version_for(self.scheduler.limits.on_stale))
+        self.scheduler.record_finished(ticket, finished.get_staleness_version(self.scheduler.limits.on_stale))
         self._failures_in_a_row = 0
         is_kept = self._is_kept(group)
         self._timeline.group_ended(ticket, "finished" if is_kept else "filtered")
         if is_kept:
-            self._journal.finished(finished)
+            self._journal.append_finished(finished)
             self._finished[ticket] = finished
             self._filtered_in_a_row = 0
             # With `on_stale=mask` it may be too old from the start: no token of it could be trained.
-            self._take_stale()
+            self._requeue_stale()
             self._on_finished()
             return
-        self._journal.filtered(ticket)
-        self.scheduler.filtered(ticket)
+        self._journal.append_filtered(ticket)
+        self.scheduler.record_filtered(ticket)
         self._counts.num_filtered += 1
         self._filtered_in_a_row += 1
         if self._max_filtered is not None and self._filtered_in_a_row > self._max_filtered:
@@ -322,15 +324,15 @@ class RolloutPool:
                 "trainer.algorithm.dynamic_sampling.max_sample_batches"
             )
 
-    def _fail(self, ticket: int, error: Exception) -> None:
+    def _handle_failure(self, ticket: int, error: Exception) -> None:
         """Replace a group whose generation failed.
 
         Raises:
             AllRolloutsFailedError: as many consecutive groups failed as may run concurrently.
         """
         self._timeline.group_ended(ticket, "failed")
-        self._journal.failed(ticket)
-        self.scheduler.failed(ticket)
+        self._journal.append_failed(ticket)
+        self.scheduler.record_failed(ticket)
         self._counts.num_failed += 1
         self._failures_in_a_row += 1
         cause = f"{type(error).__name__}: {error}{format_last_location(error)}"

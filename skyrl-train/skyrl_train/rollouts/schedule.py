@@ -67,7 +67,7 @@ class ScheduleState:
     """Tickets that were stale once: the trainer waits for these in time, so that they do not become stale again."""
 
     @classmethod
-    def after_steps(cls, num_steps: int, groups_per_step: int) -> "ScheduleState":
+    def from_num_steps(cls, num_steps: int, groups_per_step: int) -> "ScheduleState":
         """Return the state after this many steps of synchronous training."""
         return cls(num_trained_steps=num_steps, version=num_steps, next_ticket=num_steps * groups_per_step)
 
@@ -87,9 +87,9 @@ _STATE = TypeAdapter(ScheduleState)
 class GroupScheduler:
     """Scheduler of trajectory groups with bounded staleness.
 
-    `start` acquires a slot; `failed`, `filtered` or, for a stale group, `take_stale` release it; a trained group keeps
-    it. With (S + version + 1) M slots in total, every started group can be trained at an age of at most S steps if the
-    oldest groups are trained first, as in order `exact`. The other orders prefer finished groups.
+    `start` acquires a slot; `record_failed`, `record_filtered` or, for a stale group, `requeue_stale` release it; a
+    trained group keeps it. With (S + version + 1) M slots in total, every started group can be trained at an age of at
+    most S steps if the oldest groups are trained first, as in order `exact`. The other orders prefer finished groups.
     """
 
     def __init__(self, limits: ScheduleLimits, state: ScheduleState | None = None):
@@ -133,7 +133,7 @@ class GroupScheduler:
 
     # ---- generating
 
-    def may_start(self) -> bool:
+    def can_start(self) -> bool:
         """Return True if a slot is free and one more group may run."""
         return len(self._running) < self.limits.max_running and self.num_free_slots > 0
 
@@ -147,25 +147,25 @@ class GroupScheduler:
 
     def start(self) -> int:
         """Acquire a slot for the next group and return its ticket."""
-        if not self.may_start():
-            raise ValueError(f"no group may start: {self.why_not_started()}")
-        ticket = self._next_ticket()
+        if not self.can_start():
+            raise ValueError(f"no group may start: {self.describe_why_not_started()}")
+        ticket = self._get_next_ticket()
         self._running[ticket] = self.version
         return ticket
 
-    def _next_ticket(self) -> int:
+    def _get_next_ticket(self) -> int:
         state = self._state
         if state.waiting:
             return state.waiting.pop(0)
-        if state.deferred and state.next_ticket >= self._end_of_epoch(state.deferred[0]):
+        if state.deferred and state.next_ticket >= self._get_end_of_epoch(state.deferred[0]):
             return state.deferred.pop(0)
         state.next_ticket += 1
         return state.next_ticket - 1
 
-    def _end_of_epoch(self, ticket: int) -> int:
+    def _get_end_of_epoch(self, ticket: int) -> int:
         return (ticket // self.limits.groups_per_epoch + 1) * self.limits.groups_per_epoch
 
-    def finished(self, ticket: int, version: int | None = None) -> None:
+    def record_finished(self, ticket: int, version: int | None = None) -> None:
         """Queue a group for training.
 
         Args:
@@ -175,21 +175,21 @@ class GroupScheduler:
         started_at = self._running.pop(ticket)
         self._state.finished[ticket] = started_at if version is None else version
 
-    def failed(self, ticket: int) -> None:
+    def record_failed(self, ticket: int) -> None:
         """Release the slot of a running group whose generation failed. Another group replaces it."""
         del self._running[ticket]
         self._state.restarted.discard(ticket)
 
-    def filtered(self, ticket: int) -> None:
+    def record_filtered(self, ticket: int) -> None:
         """Release the slot of a finished group that is excluded from training. Another group replaces it."""
         del self._state.finished[ticket]
         self._state.restarted.discard(ticket)
 
-    def take_stale(self) -> list[int]:
+    def requeue_stale(self) -> list[int]:
         """Release the slots of stale groups, running or finished, and requeue their tickets: at once (`regenerate`,
         `mask`) or at the end of their epoch (`drop`). Return these tickets; the caller aborts running groups. With
         `mask`, a finished group is stale if none of its tokens could be trained, so call this after `finished` as well.
-        A group is requeued once; afterwards the trainer waits for it in time (`_urgent`)."""
+        A group is requeued once; afterwards the trainer waits for it in time (`_find_urgent`)."""
         if self.limits.order == "exact":
             return []
         # What still runs may get tokens that are young enough.
@@ -207,7 +207,7 @@ class GroupScheduler:
 
     # ---- training
 
-    def next_batch(self) -> list[int] | None:
+    def get_next_batch(self) -> list[int] | None:
         """Return the tickets of the next training step without changing state; None if some of them still run or there
         are fewer than M groups."""
         num, finished = self.limits.groups_per_step, self._state.finished
@@ -219,31 +219,31 @@ class GroupScheduler:
             first = sorted([*self._running, *finished, *self._state.waiting])[:num]
             self._awaited.update([ticket for ticket in first if ticket in self._running][:1])
             return first if all(ticket in finished for ticket in first) else None
-        urgent = self._urgent()
+        urgent = self._find_urgent()
         if urgent is None:
             return None
         taken = set(urgent)
         # After a resume, weights may be older than those that wrote a group of the journal: it waits for its step.
-        first, last = self._oldest_version(), self.num_trained_steps
+        first, last = self._get_oldest_version(), self.num_trained_steps
         rest = [ticket for ticket, version in finished.items() if first <= version <= last and ticket not in taken]
         if self.limits.order == "oldest":
             rest.sort()
         return [*urgent, *rest][:num] if len(urgent) + len(rest) >= num else None
 
-    def foreseen_batch(self) -> dict[int, int]:
+    def predict_next_batch(self) -> dict[int, int]:
         """Return finished groups that the next training step will consume, as tickets keyed by position in its batch.
         Only certain entries are returned: none for order `oldest` or if restarted groups may take precedence."""
         num, finished = self.limits.groups_per_step, self._state.finished
         if self.limits.order == "exact":
             first = sorted([*self._running, *finished, *self._state.waiting])[:num]
         elif self.limits.order == "finished" and not self._state.restarted:
-            oldest, newest = self._oldest_version(), self.num_trained_steps
+            oldest, newest = self._get_oldest_version(), self.num_trained_steps
             first = [ticket for ticket, version in finished.items() if oldest <= version <= newest][:num]
         else:
             first = []
         return {place: ticket for place, ticket in enumerate(first) if ticket in finished}
 
-    def _urgent(self) -> list[int] | None:
+    def _find_urgent(self) -> list[int] | None:
         """Return the restarted groups that this step must consume so that all restarted groups are trained in time;
         None if it must consume more than are finished.
 
@@ -251,7 +251,7 @@ class GroupScheduler:
         due step have i slots. A step that consumes the groups in excess of that leaves a solvable problem of the same
         kind, since no more groups are started on a version than its steps up to S have slots.
         """
-        num, finished, first = self.limits.groups_per_step, self._state.finished, self._oldest_version()
+        num, finished, first = self.limits.groups_per_step, self._state.finished, self._get_oldest_version()
         present = self._running | finished if self._state.restarted else {}
         oldest = sorted(
             (version, ticket) for ticket in self._state.restarted if (version := present.get(ticket, -1)) >= first
@@ -269,11 +269,11 @@ class GroupScheduler:
                 urgent.append(ready.popleft())
         return urgent
 
-    def _oldest_version(self) -> int:
+    def _get_oldest_version(self) -> int:
         """Return the lowest version that the next step accepts."""
         return max(0, self.num_trained_steps - self.limits.max_staleness_steps)
 
-    def trained(self, tickets: Iterable[int], version: int | None = None) -> None:
+    def record_trained(self, tickets: Iterable[int], version: int | None = None) -> None:
         """Record a training step over these groups.
 
         Args:
@@ -285,15 +285,15 @@ class GroupScheduler:
         self._awaited = set()
         self._state.num_trained_steps += 1
         if version is not None:
-            self.synced(version)
+            self.record_synced(version)
 
-    def synced(self, version: int) -> None:
+    def record_synced(self, version: int) -> None:
         """Record that the engines have the weights after `version` training steps."""
         self._state.version = version
 
     # ---- reasons, for errors and logs
 
-    def why_not_started(self) -> str:
+    def describe_why_not_started(self) -> str:
         """Describe why no group may start now."""
         if len(self._running) >= self.limits.max_running:
             return f"{len(self._running)} groups run, which is the limit (num_parallel_generation_workers)"
@@ -305,7 +305,7 @@ class GroupScheduler:
             f"{self.limits.max_staleness_steps} allows, or those that are left of the run"
         )
 
-    def why_no_batch(self) -> str:
+    def describe_why_no_batch(self) -> str:
         """Describe which groups the next training step waits for."""
         finished, num = len(self._state.finished), self.limits.groups_per_step
         awaited = self._awaited or (self._running if self.limits.order == "exact" else ())

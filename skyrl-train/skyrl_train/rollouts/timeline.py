@@ -31,23 +31,23 @@ class Timeline:
         self._groups: list[list[object]] = []
         self._waits: list[list[object]] = []
         self._phases: list[list[object]] = []
-        self._began = self._now()
+        self._began = self._get_time()
 
-    def _now(self) -> float:
+    def _get_time(self) -> float:
         return round(self._clock(), 4)
 
     def group_started(self, ticket: int, version: int) -> None:
         if not self._free:
             self._free.append(self._num_slots)
             self._num_slots += 1
-        self._running[ticket] = heapq.heappop(self._free), version, self._now()
+        self._running[ticket] = heapq.heappop(self._free), version, self._get_time()
 
     def group_ended(self, ticket: int, outcome: Outcome) -> None:
         slot, version, start = self._running.pop(ticket)
         heapq.heappush(self._free, slot)
-        self._groups.append([ticket, slot, start, self._now(), version, outcome])
+        self._groups.append([ticket, slot, start, self._get_time(), version, outcome])
 
-    def samples_ended(self, spans: Iterable[tuple[str, float, float, int, Outcome]]) -> list[str]:
+    def record_samples(self, spans: Iterable[tuple[str, float, float, int, Outcome]]) -> list[str]:
         """Record the samples of a synchronous step, each in the lowest slot that was free at its start.
 
         Args:
@@ -71,20 +71,20 @@ class Timeline:
     @contextmanager
     def waiting(self, reason: str) -> Iterator[None]:
         """Record that the trainer waits for groups in this block."""
-        start = self._now()
+        start = self._get_time()
         try:
             yield
         finally:
-            self._waits.append([start, self._now(), reason])
+            self._waits.append([start, self._get_time(), reason])
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Record a phase of the trainer."""
-        start = self._now()
+        start = self._get_time()
         try:
             yield
         finally:
-            self._phases.append([name, start, self._now()])
+            self._phases.append([name, start, self._get_time()])
 
     def take(self, trained: Sequence[int | str], unit: Literal["group", "sample"] = "group") -> JsonObject:
         """Return the record of a training step: everything since the last call.
@@ -98,7 +98,7 @@ class Timeline:
             start, outcome]; `running` groups: [ticket, slot, start, weight version]; `waits`: [start, end, reason];
             `phases`: [name, start, end].
         """
-        now = self._now()
+        now = self._get_time()
         record: JsonObject = {
             "began": self._began,
             "ended": now,

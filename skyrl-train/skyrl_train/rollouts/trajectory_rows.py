@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from skyrl_train.rollouts.joining import whole_sample
+from skyrl_train.rollouts.joining import merge_all_turns
 from skyrl_train.rollouts.types import Failure, TrainingSample, Trajectory, TrajectoryGroup
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.utils.token_columns import encode_columns
@@ -25,7 +25,7 @@ class Detokenizer(Protocol):
     def convert_ids_to_tokens(self, ids: int | list[int], /) -> Any: ...
 
 
-def trajectory_rows(groups: Sequence[TrajectoryGroup], tokenizer: Detokenizer) -> list[dict[str, object]]:
+def build_trajectory_rows(groups: Sequence[TrajectoryGroup], tokenizer: Detokenizer) -> list[dict[str, object]]:
     """Return one JSON-ready row per trajectory (or per turn, with step-wise trajectories), in order:
 
     uid, sample         prompt, and index of the sample
@@ -42,7 +42,7 @@ def trajectory_rows(groups: Sequence[TrajectoryGroup], tokenizer: Detokenizer) -
     """
     pieces = _TokenTexts(tokenizer)
     return [
-        _row(group, trajectory, step, sample, tokenizer, pieces)
+        _build_row(group, trajectory, step, sample, tokenizer, pieces)
         for group in groups
         for trajectory in group.trajectories
         for step, sample in enumerate(trajectory.samples)
@@ -51,14 +51,14 @@ def trajectory_rows(groups: Sequence[TrajectoryGroup], tokenizer: Detokenizer) -
 
 def sample_table(trajectories: Sequence[Trajectory], tokenizer: Detokenizer) -> list[SampleRow]:
     """Return prompt, response and reward of whole trajectories, for `Tracking.log_samples`."""
-    samples = [whole_sample(each) for each in trajectories]
+    samples = [merge_all_turns(each) for each in trajectories]
     return [
         (tokenizer.decode(sample.prompt_ids), tokenizer.decode(sample.response_ids), each.reward)
         for each, sample in zip(trajectories, samples, strict=True)
     ]
 
 
-def _row(
+def _build_row(
     group: TrajectoryGroup,
     trajectory: Trajectory,
     step: int,
@@ -74,14 +74,14 @@ def _row(
         "response": tokenizer.decode(sample.response_ids, skip_special_tokens=False),
         "reward": sample.reward,
         "stop_reason": trajectory.stop_reason,
-        "failure": _failure_row(trajectory.failure),
+        "failure": _build_failure_row(trajectory.failure),
         "env_class": trajectory.env_class,
         "prompt_ids": list(sample.prompt_ids),
         "tokens": {
             "text": pieces.of(sample.response_ids),
             "ids": list(sample.response_ids),
             "loss_mask": list(sample.loss_mask),
-            "log_probs": None if log_probs is None else [_short(value) for value in log_probs],
+            "log_probs": None if log_probs is None else [_format_short(value) for value in log_probs],
             "rewards": list(sample.rewards),
             "weight_versions": sample.weight_versions,
         },
@@ -95,9 +95,9 @@ def _row(
     return row
 
 
-def token_column_rows(batch: TrainingInputBatch) -> Iterator[dict[str, str]]:
+def iter_token_column_rows(batch: TrainingInputBatch) -> Iterator[dict[str, str]]:
     """Yield for each trained row of a batch its `uid` and the training values of each response token
-    (`utils/token_columns.py`), in the order of `trajectory_rows`:
+    (`utils/token_columns.py`), in the order of `build_trajectory_rows`:
 
     trainer_log_probs   of the policy before the step
     entropies           of the policy in the row's first training forward
@@ -128,7 +128,7 @@ class _TokenTexts:
     def of(self, ids: Sequence[int]) -> list[str]:
         """Return one text per token. A character made of several tokens (e.g. an emoji) is attributed to the last of
         them."""
-        texts = [self._text(token) for token in ids]
+        texts = [self._get_text(token) for token in ids]
         index = 0
         while index < len(texts):
             if _REPLACEMENT in texts[index]:
@@ -136,7 +136,7 @@ class _TokenTexts:
             index += 1
         return texts
 
-    def _text(self, token: int) -> str:
+    def _get_text(self, token: int) -> str:
         if token not in self._known:
             text = self._tokenizer.decode([token], skip_special_tokens=False)
             name = self._tokenizer.convert_ids_to_tokens(token)
@@ -156,10 +156,10 @@ class _TokenTexts:
         return start
 
 
-def _failure_row(failure: Failure | None) -> dict[str, str] | None:
+def _build_failure_row(failure: Failure | None) -> dict[str, str] | None:
     return None if failure is None else {"kind": failure.kind, "message": failure.message}
 
 
-def _short(value: float) -> float:
+def _format_short(value: float) -> float:
     """Return a float32 with the fewest digits that identify it exactly."""
     return float(f"{value:.9g}")

@@ -164,7 +164,7 @@ class TrajectoryGroup:
     trajectories: list[Trajectory]
 
 
-def grouped(trajectories: Sequence[Trajectory], uids: Sequence[str] | None = None) -> list[TrajectoryGroup]:
+def group_trajectories(trajectories: Sequence[Trajectory], uids: Sequence[str] | None = None) -> list[TrajectoryGroup]:
     """Group trajectories: consecutive trajectories of the same prompt form a group.
 
     Args:

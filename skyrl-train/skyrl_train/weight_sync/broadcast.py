@@ -85,7 +85,7 @@ class BroadcastWriter(Writer):
 
     def transmit(self, request: WeightUpdateRequest) -> None:
         """Send a bucket; the engines must have been notified."""
-        self._group.broadcast(_header(request, self._group.device))
+        self._group.broadcast(_encode_header(request, self._group.device))
         if request.num_bytes:
             self._group.broadcast(self._buffers[request.index % 2].first(request.num_bytes))
 
@@ -109,7 +109,7 @@ class BroadcastReader(Reader):
         Raises:
             WeightSyncError: the trainer sends another bucket, or a member crashed or timed out.
         """
-        expected = _header(request, self._group.device)
+        expected = _encode_header(request, self._group.device)
         header = torch.empty_like(expected)
         self._group.broadcast(header)
         if not torch.equal(header, expected):  # members that expect different lengths would crash or wait forever
@@ -127,6 +127,6 @@ class BroadcastReader(Reader):
         self._group.close()
 
 
-def _header(request: WeightUpdateRequest, device: torch.device) -> torch.Tensor:
+def _encode_header(request: WeightUpdateRequest, device: torch.device) -> torch.Tensor:
     """Encode the header of a bucket, [3] int64."""
     return torch.tensor([request.version, request.index, request.num_bytes], device=device)

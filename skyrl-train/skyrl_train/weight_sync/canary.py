@@ -67,17 +67,17 @@ class CanaryTolerance:
         if not self._measured:
             return self._most
         # The median, since in one of the first syncs a token may be routed to another expert.
-        measured = _MARGIN * median(self._measured) * _size(expected)
+        measured = _MARGIN * median(self._measured) * _mean_size(expected)
         return min(self._most, max(self._least, measured))
 
     def update(self, gap: float, expected: LogProbs) -> None:
         """Update the tolerance after a successful sync."""
         # Measured only at the beginning: a tolerance that follows the gap would accept a growing gap.
         if len(self._measured) < _NUM_MEASURED:
-            self._measured.append(gap / _size(expected))
+            self._measured.append(gap / _mean_size(expected))
 
 
-def _size(log_probs: LogProbs) -> float:
+def _mean_size(log_probs: LogProbs) -> float:
     """Return the mean absolute value, at least 1 nat."""
     values = [abs(value) for row in log_probs for value in row]
     return max(1.0, sum(values) / max(1, len(values)))

@@ -57,7 +57,7 @@ class CheckpointVersion:
     def add(self, payload: Payload) -> None:
         """Write one bucket to a separate file, tensor by tensor."""
         with (self._unfinished / str(len(self._names))).open("wb") as file:
-            file.write(_header(payload))
+            file.write(_format_header(payload))
             _write_bytes(file, payload)
         self._names.append(payload.names)
         self._num_bytes += payload.num_bytes
@@ -118,7 +118,7 @@ class CheckpointReader(Reader):
             return torch.empty(0, dtype=torch.uint8)
         try:
             with open(request.location, "rb") as file:
-                start = 0 if request.location.endswith(_RAW) else _end_of_header(file)
+                start = 0 if request.location.endswith(_RAW) else _find_end_of_header(file)
                 size = os.fstat(file.fileno()).st_size
                 if size - start != request.num_bytes:
                     raise WeightSyncError(
@@ -133,7 +133,7 @@ class CheckpointReader(Reader):
             ) from error
 
 
-def _header(payload: Payload) -> bytes:
+def _format_header(payload: Payload) -> bytes:
     """Return the start of a safetensors file: header length, and tensor offsets as JSON."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
@@ -146,7 +146,7 @@ def _header(payload: Payload) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _end_of_header(file: BinaryIO) -> int:
+def _find_end_of_header(file: BinaryIO) -> int:
     return 8 + struct.unpack("<Q", file.read(8))[0]
 
 

@@ -56,8 +56,8 @@ def _encode_chunk(new: Integers, base: Integers) -> Iterator[bytes]:
         kind, gaps, differences = _DENSE, np.empty(0, dtype=np.uint8), new - base
     else:
         changed = np.flatnonzero(differs)
-        kind, gaps, differences = _SPARSE, _gaps(changed), new[changed] - base[changed]
-    small_gaps, small_differences = _compress(gaps), _compress(_planes(differences))
+        kind, gaps, differences = _SPARSE, _encode_gaps(changed), new[changed] - base[changed]
+    small_gaps, small_differences = _compress(gaps), _compress(_encode_planes(differences))
     yield _HEADER.pack(kind, num_changed, len(gaps), len(small_gaps), len(small_differences))
     yield small_gaps
     yield small_differences
@@ -71,17 +71,17 @@ def _apply_chunk(payload: memoryview, base: Integers) -> int:
         if kind == _UNCHANGED:
             return end
         count = len(base) if kind == _DENSE else num_changed
-        differences = _from_planes(_decompress(payload[gaps_end:end], count * base.itemsize), base.dtype)
+        differences = _decode_planes(_decompress(payload[gaps_end:end], count * base.itemsize), base.dtype)
         if kind == _DENSE:
             base += differences
         else:
-            base[_positions(_decompress(payload[_HEADER.size : gaps_end], num_gaps))] += differences
+            base[_decode_gaps(_decompress(payload[_HEADER.size : gaps_end], num_gaps))] += differences
     except (struct.error, OSError, ValueError, IndexError) as error:  # pyarrow's errors are OSError and ValueError
         raise WeightSyncError(f"changes of weights cannot be decoded: {error}") from error
     return end
 
 
-def _gaps(positions: np.ndarray) -> np.ndarray:
+def _encode_gaps(positions: np.ndarray) -> np.ndarray:
     """Return the distance of each position to the previous one (of the first to -1), as bytes with escapes."""
     gaps = np.diff(positions, prepend=-1)
     escapes = gaps // _ESCAPE
@@ -91,33 +91,33 @@ def _gaps(positions: np.ndarray) -> np.ndarray:
     return written
 
 
-def _positions(gaps: np.ndarray) -> np.ndarray:
-    """Decode `_gaps`."""
+def _decode_gaps(gaps: np.ndarray) -> np.ndarray:
+    """Decode `_encode_gaps`."""
     reached = np.cumsum(gaps, dtype=np.int64)
     return reached[gaps != _ESCAPE] - 1
 
 
-def _planes(differences: Integers) -> np.ndarray:
+def _encode_planes(differences: Integers) -> np.ndarray:
     """Order the bytes of the differences by significance, lowest first, with their sign last."""
     bits = differences.itemsize * 8
     sign_last = (differences << 1) ^ (differences >> (bits - 1))
     return np.ascontiguousarray(sign_last.view(np.uint8).reshape(-1, differences.itemsize).T)
 
 
-def _from_planes(planes: np.ndarray, dtype: np.dtype) -> Integers:
-    """Decode `_planes`."""
+def _decode_planes(planes: np.ndarray, dtype: np.dtype) -> Integers:
+    """Decode `_encode_planes`."""
     sign_last = np.ascontiguousarray(planes.reshape(dtype.itemsize, -1).T).view(f"u{dtype.itemsize}").reshape(-1)
     return ((sign_last >> 1) ^ -(sign_last & 1)).view(dtype)
 
 
 def _compress(values: np.ndarray) -> bytes:
-    return _codec().compress(np.ravel(values), asbytes=True)
+    return _create_codec().compress(np.ravel(values), asbytes=True)
 
 
 def _decompress(values: memoryview, num_bytes: int) -> np.ndarray:
-    return np.frombuffer(_codec().decompress(pa.py_buffer(values), num_bytes), dtype=np.uint8)
+    return np.frombuffer(_create_codec().decompress(pa.py_buffer(values), num_bytes), dtype=np.uint8)
 
 
-def _codec() -> pa.Codec:
+def _create_codec() -> pa.Codec:
     """Return a new codec for each call (0.2 microseconds), since thread safety is not documented."""
     return pa.Codec("zstd", compression_level=1)

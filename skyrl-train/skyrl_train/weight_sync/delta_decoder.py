@@ -49,13 +49,13 @@ class DeltaDecoder:
                 f"changes to version {request.base_version} came to an engine that holds version {self._base_version}; "
                 "send whole tensors"
             )
-        changes = _checked(request, flat)
+        changes = _verify_changes(request, flat)
         bucket: Bucket = []
         # One buffer, reused for the next bucket, since a bucket's tensors are consumed before the next is received.
-        room = self._buffer.first(sum(_room(self._last.num_bytes(name)) for name in request.names))
+        room = self._buffer.first(sum(_prepare_buffer(self._last.num_bytes(name)) for name in request.names))
         for name, dtype, shape in kinds:
             num_bytes = self._last.num_bytes(name)
-            tensor, room = room[:num_bytes], room[_room(num_bytes) :]
+            tensor, room = room[:num_bytes], room[_prepare_buffer(num_bytes) :]
             self._last.read(name, tensor)
             # The differences are added in place; `apply` returns the end of this tensor's changes.
             changes = changes[apply(changes, integers_of(tensor, dtype)) :]
@@ -75,13 +75,13 @@ class DeltaDecoder:
         self._last.close()
 
 
-def _room(num_bytes: int) -> int:
+def _prepare_buffer(num_bytes: int) -> int:
     """Return a buffer of this many bytes and the alignment of the next tensor."""
     # A tensor of a wider dtype may follow, whose view needs an aligned start.
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _checked(request: WeightUpdateRequest, flat: torch.Tensor) -> memoryview:
+def _verify_changes(request: WeightUpdateRequest, flat: torch.Tensor) -> memoryview:
     """Return the encoded changes after verifying their checksum.
 
     Raises:

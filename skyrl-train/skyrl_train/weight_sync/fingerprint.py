@@ -78,9 +78,9 @@ def fingerprints_of(
         flat = bytes_of(tensor)
         if flat.device.type == "cpu":
             read = flat if verification == "full" else _sample(flat, version)
-            prints[name] = _hash(header, [read])
+            prints[name] = _compute_hash(header, [read])
         elif verification == "full":
-            prints[name] = _hash(header, (chunk.cpu() for chunk in flat.split(_HOST_CHUNK_BYTES)))
+            prints[name] = _compute_hash(header, (chunk.cpu() for chunk in flat.split(_HOST_CHUNK_BYTES)))
         else:
             prints[name] = 0  # keeps the order
             on_device.append((name, header, _sample(flat, version)))
@@ -88,7 +88,7 @@ def fingerprints_of(
         sizes = [read.numel() for _, _, read in on_device]
         on_host = torch.cat([read for _, _, read in on_device]).cpu().split(sizes)
         for (name, header, _), read in zip(on_device, on_host, strict=True):
-            prints[name] = _hash(header, [read])
+            prints[name] = _compute_hash(header, [read])
     return prints
 
 
@@ -114,7 +114,7 @@ def _sample(flat: torch.Tensor, version: int) -> torch.Tensor:
     return torch.cat([blocks, rest]) if rest.numel() else blocks
 
 
-def _hash(header: bytes, parts: Iterable[torch.Tensor]) -> int:
+def _compute_hash(header: bytes, parts: Iterable[torch.Tensor]) -> int:
     state = xxhash.xxh3_64(header)
     for part in parts:
         state.update(part.numpy().data)

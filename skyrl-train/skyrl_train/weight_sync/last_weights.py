@@ -32,7 +32,7 @@ class LastWeights:
             Path(directory).mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise self._failure(error) from error
+            raise self._make_error(error) from error
         self._end = 0
         self._places: dict[str, tuple[int, _Kind]] = {}
 
@@ -65,12 +65,12 @@ class LastWeights:
                 count = os.pwrite(self._file.fileno(), rest, position)
                 position, rest = position + count, rest[count:]
         except OSError as error:
-            raise self._failure(error) from error
+            raise self._make_error(error) from error
 
     def close(self) -> None:
         self._file.close()
 
-    def _failure(self, error: OSError) -> WeightSyncError:
+    def _make_error(self, error: OSError) -> WeightSyncError:
         return WeightSyncError(
             f"the last weights cannot be kept in {self._directory} (generator.weight_sync_directory): {error}"
         )

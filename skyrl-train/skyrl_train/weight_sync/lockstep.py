@@ -64,7 +64,7 @@ def in_lockstep(
     for payload in payloads:  # not enumerate(), which would keep a reference to the bucket while the next is gathered
         # An error of `announce` is raised here: the other ranks have reached the gather of this bucket.
         own = failure or outcome_of(prepare, payload, index)
-        places = _exchange(ranks, own)
+        places = _gather_places(ranks, own)
         announced = outcome_of(announce, payload, index, places)
         failure = announced if isinstance(announced, Exception) else None
         index += 1  # noqa: SIM113
@@ -73,7 +73,7 @@ def in_lockstep(
         raise failure
 
 
-def _exchange(ranks: PolicyRanks, own: Place | Exception) -> list[Place]:
+def _gather_places(ranks: PolicyRanks, own: Place | Exception) -> list[Place]:
     failed = isinstance(own, Exception)
     # Errors are sent as text: an unpicklable error would leave the other ranks waiting.
     answers = ranks.all_gather((failed, str(own) or type(own).__name__ if failed else own))

@@ -76,8 +76,8 @@ def plan_routes(
     Raises:
         ConfigError: the strategy is impossible with these devices or engines.
     """
-    near = _ranks_on_nodes(engines, ranks)
-    on_gpus = [_ranks_on_gpus(engine, ranks) for engine in engines]
+    near = _find_ranks_on_nodes(engines, ranks)
+    on_gpus = [_find_ranks_on_gpus(engine, ranks) for engine in engines]
     shares_memory = (colocated or one_process) and not remote
     match strategy:
         case "adapter":
@@ -103,14 +103,16 @@ def plan_routes(
             return [Route(transport, "delta") for _ in engines]
         case "shared_memory":
             if None in near:
-                raise _impossible(strategy, "needs a worker of the policy on the machine of each engine", remote)
+                raise _make_impossible_error(
+                    strategy, "needs a worker of the policy on the machine of each engine", remote
+                )
             return [Route(strategy, sources=(source,)) for source in near if source is not None]
         case "cuda_ipc":
             if device != "cuda":
-                raise _impossible(strategy, f"needs models on cuda; they are on {device}", remote)
+                raise _make_impossible_error(strategy, f"needs models on cuda; they are on {device}", remote)
             # A handle opens memory of the same GPU only, and a server elsewhere may not even be on this machine.
             if remote or not colocated or not all(on_gpus):
-                raise _impossible(
+                raise _make_impossible_error(
                     strategy, "needs engines on the workers' GPUs (trainer.placement.colocate_all)", remote
                 )
             return [Route(strategy, sources=gpus) for gpus in on_gpus]
@@ -166,7 +168,7 @@ def init_infos_for(
     ]
 
 
-def _ranks_on_nodes(engines: Sequence[ReceivingEngine], ranks: Sequence[RankPlace]) -> list[int | None]:
+def _find_ranks_on_nodes(engines: Sequence[ReceivingEngine], ranks: Sequence[RankPlace]) -> list[int | None]:
     """Return for each engine a rank on the same machine, assigned round-robin; None if the machine has no rank."""
     num_engines = Counter[str | None]()
     sources: list[int | None] = []
@@ -177,7 +179,7 @@ def _ranks_on_nodes(engines: Sequence[ReceivingEngine], ranks: Sequence[RankPlac
     return sources
 
 
-def _ranks_on_gpus(engine: ReceivingEngine, ranks: Sequence[RankPlace]) -> tuple[int, ...]:
+def _find_ranks_on_gpus(engine: ReceivingEngine, ranks: Sequence[RankPlace]) -> tuple[int, ...]:
     """Return the ranks on an engine's GPUs; empty if one of its GPUs has no rank."""
     if (
         not engine.gpus
@@ -189,7 +191,7 @@ def _ranks_on_gpus(engine: ReceivingEngine, ranks: Sequence[RankPlace]) -> tuple
     return tuple(sorted({rank_of[gpu] for gpu in engine.gpus}))
 
 
-def _impossible(strategy: str, rule: str, remote: bool) -> ConfigError:
+def _make_impossible_error(strategy: str, rule: str, remote: bool) -> ConfigError:
     other = "checkpoint" if remote else "broadcast"
     return ConfigError(
         f"generator.weight_sync_strategy={strategy} {rule}. Use generator.weight_sync_strategy={other}, or auto"

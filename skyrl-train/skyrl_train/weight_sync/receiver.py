@@ -23,7 +23,7 @@ class WeightReceiver:
     """
 
     def __init__(self, init_info: WeightSyncInitInfo, device: torch.device, process_index: int = 0):
-        self._reader: Reader = _reader(init_info, device, process_index)
+        self._create_reader: Reader = _create_reader(init_info, device, process_index)
         self._changes = DeltaDecoder(init_info.directory) if init_info.encoding == "delta" else None
         self._version: int | None = None  # of the open update
         self._next_index = 0
@@ -38,10 +38,10 @@ class WeightReceiver:
             WeightSyncError: a bucket is missing or has another version, the bytes do not match, or the transport
                 failed.
         """
-        self._take_turn(request)
+        self._check_order(request)
         if request.base_version is None:
             check_announced(request)
-        flat = self._reader.read(request)
+        flat = self._create_reader.read(request)
         bucket = split_bytes(request, flat) if self._changes is None else self._changes.receive(request, flat)
         # Counted after reading, so that errors name the missing bucket.
         self._next_index += 1
@@ -68,11 +68,11 @@ class WeightReceiver:
             self._changes.finish(version)
 
     def close(self) -> None:
-        self._reader.close()
+        self._create_reader.close()
         if self._changes is not None:
             self._changes.close()
 
-    def _take_turn(self, request: WeightUpdateRequest) -> None:
+    def _check_order(self, request: WeightUpdateRequest) -> None:
         if request.index == 0:
             # Bucket 0 discards an open update, since the trainer repeats a failed sync completely.
             self._version, self._next_index, self._names = request.version, 0, set()
@@ -88,7 +88,7 @@ class WeightReceiver:
         return f"the update to version {self._version} is open and waits for bucket {self._next_index}"
 
 
-def _reader(init_info: WeightSyncInitInfo, device: torch.device, process_index: int) -> Reader:
+def _create_reader(init_info: WeightSyncInitInfo, device: torch.device, process_index: int) -> Reader:
     match init_info.transport:
         case "shared_memory":
             return SharedMemoryReader(init_info.sources[0])

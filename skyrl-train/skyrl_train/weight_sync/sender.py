@@ -91,7 +91,7 @@ class WeightSender:
         self._staged_fingerprints: dict[str, int] = {}
         self._writer: RankWriter | None = None
         try:
-            self._meet(device)
+            self._open_connections(device)
         except WeightSyncError:
             self.close()
             raise
@@ -135,8 +135,8 @@ class WeightSender:
         held, self._held = self._held, None
         self._seconds = dict.fromkeys(("write", "wait", "fingerprint", "finish"), 0.0)
         began = perf_counter()
-        sums, expected = self._stream(tensors, version, held)
-        with self._timed("finish"):
+        sums, expected = self._send_buckets(tensors, version, held)
+        with self._measure_phase("finish"):
             finishing = self._engines.call_all(WeightUpdates.finish_weight_update, version)
             reports: list[WeightReport] = self._wait(finishing, f"at the end of version {version}")
         if self._stage is not None:
@@ -146,7 +146,7 @@ class WeightSender:
         if self._writer is not None:
             self._writer.finish(version)
         seconds = {f"{phase}_seconds": value for phase, value in self._seconds.items()}
-        shares = {} if self._verification == "off" else self._shares_read(reports)
+        shares = {} if self._verification == "off" else self._compute_read_shares(reports)
         metrics = sums | seconds | shares | {"send_seconds": perf_counter() - began}
         return SyncResult(metrics=metrics, reports=reports, fingerprints=expected)
 
@@ -157,7 +157,7 @@ class WeightSender:
             self._stage.close()
         self._threads.shutdown(wait=False)
 
-    def _meet(self, device: torch.device) -> None:
+    def _open_connections(self, device: torch.device) -> None:
         engines = self._engines
         # First, since a group waits long for a crashed engine.
         self._wait(engines.call_all(WeightUpdates.weight_version), "before it began")
@@ -169,7 +169,7 @@ class WeightSender:
 
     # ---- one sync
 
-    def _stream(
+    def _send_buckets(
         self, tensors: Iterable[NamedTensor] | None, version: int, held: int | None
     ) -> tuple[dict[str, float], dict[str, int]]:
         """Send every bucket to every engine, one at a time, since the order of concurrent calls is undefined. Returns
@@ -181,7 +181,7 @@ class WeightSender:
         expected: dict[str, int] = {}
 
         def prepare(payload: Payload, index: int) -> Place:
-            with self._timed("write"):
+            with self._measure_phase("write"):
                 # Written while the engines still read the previous bucket (two slots).
                 place = writer.write(payload, version, index)
             # After the following exchange, other ranks overwrite the bytes that were read.
@@ -196,7 +196,7 @@ class WeightSender:
             self._receiving = self._engines.call_each(WeightUpdates.update_named_weights, requests)
             # Concurrently with the fingerprints: broadcasting is bound by the network, hashing by the processor.
             self._transmission = self._threads.submit(writer.transmit, requests[0])
-            with self._timed("fingerprint"):
+            with self._measure_phase("fingerprint"):
                 expected.update(fingerprints_of(payload.bucket, version, self._verification))
             self._sizes |= zip(payload.names, map(num_bytes_of, payload.dtypes, payload.shapes), strict=True)
             sums["payload_bytes"] += payload.num_bytes
@@ -217,7 +217,7 @@ class WeightSender:
     def _wait_for_bucket(self) -> None:
         if self._transmission is None:
             return
-        with self._timed("wait"):
+        with self._measure_phase("wait"):
             self._wait(self._receiving, self._receiving_what)
             transmission, self._transmission = self._transmission, None
             transmission.result()
@@ -240,9 +240,9 @@ class WeightSender:
         wrong = [
             f"engine {index} is at version {report.version}"
             if report.version != version
-            else f"engine {index}{self._source_of(index)}: {found}"
+            else f"engine {index}{self._describe_source(index)}: {found}"
             for index, report in enumerate(reports)
-            if (found := _wrong_in(report, expected)) or report.version != version
+            if (found := _describe_wrong(report, expected)) or report.version != version
         ]
         if wrong:
             raise WeightSyncError(
@@ -250,13 +250,13 @@ class WeightSender:
                 "Do both load the same model, and does the engine compute in generator.model_dtype?"
             )
 
-    def _source_of(self, index: int) -> str:
+    def _describe_source(self, index: int) -> str:
         """Name the policy ranks that send to an engine, if the policy has several ranks."""
         if self._ranks.world_size == 1:
             return ""
         return f" (weights of policy rank {', '.join(map(str, self._init_infos[index].sources))})"
 
-    def _shares_read(self, reports: Sequence[WeightReport]) -> dict[str, float]:
+    def _compute_read_shares(self, reports: Sequence[WeightReport]) -> dict[str, float]:
         """Compute the minimum over engines of the fractions of verified bytes: `held_share` of the bytes are readable
         in their engine in the form used for computation; of these, `read_share` were read at this sync."""
         total = sum(self._sizes.values())
@@ -267,11 +267,11 @@ class WeightSender:
         received_only = {name for report in reports for name in report.received_only}
         if received_only != self._received_only:
             self._received_only = received_only
-            logger.info(_words_on(shares, received_only))
+            logger.info(_describe_shares(shares, received_only))
         return shares
 
     @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
+    def _measure_phase(self, phase: str) -> Iterator[None]:
         began = perf_counter()
         try:
             yield
@@ -279,7 +279,7 @@ class WeightSender:
             self._seconds[phase] += perf_counter() - began
 
 
-def _wrong_in(report: WeightReport, expected: dict[str, int]) -> str:
+def _describe_wrong(report: WeightReport, expected: dict[str, int]) -> str:
     """Describe the errors in an engine's weights by tensor name; empty if all are correct."""
     computed = ""
     if report.wrong:
@@ -290,7 +290,7 @@ def _wrong_in(report: WeightReport, expected: dict[str, int]) -> str:
     return "; ".join(filter(None, [differences(expected, report.fingerprints), computed]))
 
 
-def _words_on(shares: dict[str, float], received_only: set[str]) -> str:
+def _describe_shares(shares: dict[str, float], received_only: set[str]) -> str:
     words = f"proof of weight syncs: {shares['held_share']:.1%} of the bytes are read from what engines compute with"
     if shares.get("read_share", 1.0) < 1:
         words += f", {shares['read_share']:.1%} of them at this sync and others at the next ones"

@@ -37,7 +37,7 @@ class DeltaStage:
 
     def add(self, payload: Payload) -> None:
         """Encode every tensor against its previous version."""
-        self._take_bucket(payload)
+        self._add_bucket(payload)
         self._buckets.append(replace(payload, parts=[], bucket=[]))
 
     def end(self, version: int) -> None:
@@ -59,7 +59,7 @@ class DeltaStage:
         self._last.close()
         self._changes.close()
 
-    def _take_bucket(self, payload: Payload) -> None:
+    def _add_bucket(self, payload: Payload) -> None:
         hashed = xxhash.xxh3_64()
         size = 0
         for name, dtype, shape, part in zip(payload.names, payload.dtypes, payload.shapes, payload.parts, strict=True):
@@ -96,20 +96,20 @@ class CheckpointStage:
 
     def begin(self, version: int) -> None:
         self._payloads = []
-        with self._naming_version(version):
+        with self._convert_errors(version):
             self._folder = CheckpointVersion(self._directory, version)
 
     def add(self, payload: Payload) -> None:
         """Write one bucket to a separate file."""
         assert self._folder is not None
-        with self._naming_version(self._folder.version):
+        with self._convert_errors(self._folder.version):
             self._folder.add(payload)
         self._payloads.append(replace(payload, parts=[], bucket=[]))
 
     def end(self, version: int) -> None:
         """Publish the complete folder atomically."""
         assert self._folder is not None
-        with self._naming_version(version):
+        with self._convert_errors(version):
             files = self._folder.publish()
         self._payloads = [
             replace(payload, place={"location": str(file)}) for payload, file in zip(self._payloads, files, strict=True)
@@ -123,7 +123,7 @@ class CheckpointStage:
         """Keep the last version's files, for restarting servers."""
 
     @contextmanager
-    def _naming_version(self, version: int) -> Iterator[None]:
+    def _convert_errors(self, version: int) -> Iterator[None]:
         try:
             yield
         except OSError as error:

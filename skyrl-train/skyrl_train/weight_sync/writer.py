@@ -78,10 +78,10 @@ def place_for(info: WeightSyncInitInfo, places: Sequence[Place]) -> Place:
     """
     own = [places[rank] for rank in info.sources]
     # An engine may have processes on several GPUs: each selects the handle of its GPU.
-    return {"location": own[0].get("location", ""), "handles": _merged(place.get("handles", {}) for place in own)}
+    return {"location": own[0].get("location", ""), "handles": _merge_places(place.get("handles", {}) for place in own)}
 
 
-def _merged(handles: Iterable[dict[str, object]]) -> dict[str, object]:
+def _merge_places(handles: Iterable[dict[str, object]]) -> dict[str, object]:
     return {gpu: handle for of_rank in handles for gpu, handle in of_rank.items()}
 
 

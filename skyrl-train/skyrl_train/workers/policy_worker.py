@@ -97,12 +97,12 @@ class PolicyWorker(Worker):
         """Accumulate the gradient of this rank's part of one mini-batch, given as rows of the loaded batch."""
         # Before the gradient, since it is a collective: all ranks select, then all compute.
         if self._token_selector is not None:
-            self.batch["selected_tokens"] = self._selected_tokens(self._token_selector, micro_batches)
+            self.batch["selected_tokens"] = self._select_tokens(self._token_selector, micro_batches)
         gradient = self.add_gradient(micro_batches)
-        self._keep_first_scores(micro_batches, gradient)
-        return gradient.sums | self._router_metrics(gradient.router)
+        self._save_first_scores(micro_batches, gradient)
+        return gradient.sums | self._compute_router_metrics(gradient.router)
 
-    def _keep_first_scores(self, micro_batches: Sequence[MicroBatch], gradient: Gradient) -> None:
+    def _save_first_scores(self, micro_batches: Sequence[MicroBatch], gradient: Gradient) -> None:
         """Keep log-probs and entropies of the rows that are computed for the first time since `load_batch`."""
         computed = {row for micro_batch in micro_batches if not micro_batch.is_dummy for row in micro_batch.rows}
         # Later epochs score the rows again with updated weights: only the first scores precede the step.
@@ -120,7 +120,7 @@ class PolicyWorker(Worker):
         return TrainingOutputBatch(output=self._first_log_probs, entropies=self._first_entropies)
 
     @torch.no_grad()
-    def _selected_tokens(self, selector: TokenSelector, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+    def _select_tokens(self, selector: TokenSelector, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Select the tokens [b, R] bool of the loaded rows that the loss treats separately, over the rows of the
         mini-batch on all ranks. A collective."""
         log_probs = self.backend.forward(self.batch, micro_batches)
@@ -138,7 +138,7 @@ class PolicyWorker(Worker):
         selected[rows] = chosen[start : start + len(rows)].cpu()
         return selected
 
-    def _router_metrics(self, router: RouterStatistics | None) -> MetricSums:
+    def _compute_router_metrics(self, router: RouterStatistics | None) -> MetricSums:
         """Compute the load-balancing loss of a mixture of experts over the tokens of the mini-batch (measured, not
         trained on), and the fraction of replayed experts that the routers would not select now. Metrics are summed over
         ranks, so only the first data-parallel rank reports them. A collective."""
@@ -163,7 +163,7 @@ class PolicyWorker(Worker):
     def connect_engines(self, engines: EngineHandles, init_infos: Sequence[WeightSyncInitInfo]) -> None:
         """Connect to the engines, replacing earlier connections. Rank 0 calls the engines, other ranks contribute their
         part."""
-        self._disconnect_engines()
+        self._close_engine_connections()
         self._stages = needs_staging(init_infos[0])
         device, ranks = self.backend.device, PolicyRanks(self.parallel.rank, self.parallel.world_size)
         if ranks.rank > 0:
@@ -217,14 +217,14 @@ class PolicyWorker(Worker):
 
     def teardown(self) -> None:
         """End weight sync, profile and monitor."""
-        self._disconnect_engines()
+        self._close_engine_connections()
         if self._profiler is not None:
             self._profiler.close()
         if self._monitor is not None:
             self._monitor.close()
         self._profiler = self._monitor = None
 
-    def _disconnect_engines(self) -> None:
+    def _close_engine_connections(self) -> None:
         """Close this rank's end of weight sync, which owns memory that engines read."""
         if self._sender is not None:
             self._sender.close()

@@ -84,7 +84,7 @@ def test_lanes_show_groups_phases_and_waits(tmp_path: Path):
 def test_synchronous_samples_take_lowest_free_slot():
     timeline = Timeline(lambda: 100.0)
     spans = [("d", 3.0, 4.0), ("a", 0.0, 2.0), ("b", 1.0, 5.0), ("c", 2.0, 3.0), ("e", 3.5, 6.0)]
-    names = timeline.samples_ended([(name, start, end, 7, "finished") for name, start, end in spans])
+    names = timeline.record_samples([(name, start, end, 7, "finished") for name, start, end in spans])
     assert names == ["a", "b", "c", "d", "e"]
     record = timeline.take(names, "sample")
     assert [(group[0], group[1]) for group in record["groups"]] == [("a", 0), ("b", 1), ("c", 0), ("d", 0), ("e", 2)]

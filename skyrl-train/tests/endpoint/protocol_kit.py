@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from skyrl_train.endpoint.recorder import RecordedTurn, RequestRecorder, SessionRecord
 from skyrl_train.endpoint.server import EndpointServer
 from skyrl_train.generators.base import GeneratorOutput, TrajectoryID
-from skyrl_train.generators.recorded import recorded_metrics, recorded_trajectory
+from skyrl_train.generators.recorded import build_recorded_trajectory, compute_recorded_metrics
 from skyrl_train.inference_engines.base import (
     Completion,
     GenerationRequest,
@@ -18,7 +18,7 @@ from skyrl_train.inference_engines.base import (
     TokenDelta,
 )
 from skyrl_train.rollouts.adapter import to_generator_output
-from skyrl_train.rollouts.types import RolloutBatch, grouped
+from skyrl_train.rollouts.types import RolloutBatch, group_trajectories
 from skyrl_train_testing.scripted_engine import PromptScriptEngine
 from skyrl_train_testing.tiny_models import build_character_tokenizer
 
@@ -95,8 +95,8 @@ def root_url(server: EndpointServer) -> str:
 
 def recorded_output(turns: list[RecordedTurn], temperature: float | None = None) -> GeneratorOutput:
     """Return what a generator returns for one trajectory with reward 1 and these turns."""
-    trajectory = recorded_trajectory(SessionRecord(turns=turns), 1.0, TrajectoryID("p", 0), temperature)
-    return to_generator_output(RolloutBatch(grouped([trajectory]), recorded_metrics([trajectory])))
+    trajectory = build_recorded_trajectory(SessionRecord(turns=turns), 1.0, TrajectoryID("p", 0), temperature)
+    return to_generator_output(RolloutBatch(group_trajectories([trajectory]), compute_recorded_metrics([trajectory])))
 
 
 def one_row(recorder: RequestRecorder, session: str) -> tuple[list[str], str]:

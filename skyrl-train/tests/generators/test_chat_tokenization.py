@@ -95,7 +95,7 @@ def test_supported_real_templates_can_be_continued(qwen, test_data):
         except (ConfigError, ValueError) as error:
             refused[path.stem] = str(error)
             continue
-        between = tokenizer.decode(chat.continuation_ids([reply], answer_is_closed=False))
+        between = tokenizer.decode(chat.get_continuation_ids([reply], answer_is_closed=False))
         assert "Seventeen." in before and whole.endswith(between), path.stem
         assert "Two?" in between, path.stem
         continued.append(path.stem)

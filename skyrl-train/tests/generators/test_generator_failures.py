@@ -18,7 +18,7 @@ from skyrl_train.generators import skyrl_gym_generator
 from skyrl_train.generators.agent_loop import EngineSession
 from skyrl_train.generators.base import BatchMetadata, Failure, TrainingPhase, TrajectoryID
 from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded
-from skyrl_train.generators.sampling import episode_seed, request_seed
+from skyrl_train.generators.sampling import compute_episode_seed, compute_request_seed
 from skyrl_train_testing.tiny_runs import register_environments
 
 GOOD = {"steps": [{"reward": 1.0}], "name": "good"}
@@ -174,7 +174,7 @@ async def test_unresponsive_engine_times_out(characters, say, scripted_engine):
     session = EngineSession(SilentEngine(characters, {}), {}, "0_0", lambda turn: turn, 0.1)
     with pytest.raises(RolloutError, match=r"generator\.request_timeout_seconds=0\.1") as caught:
         async with session.deadline():
-            await session.engine.generate(session.request([1], 0, 5))
+            await session.engine.generate(session.build_request([1], 0, 5))
     assert caught.value.kind == "infrastructure"
 
 
@@ -267,13 +267,13 @@ async def test_request_seeds_are_distinct_and_repeatable(game, say, characters):
 
 def test_seed_depends_on_step_phase_sample_and_turn_not_on_process():
     def seed(step=3, phase: TrainingPhase = "train", repetition=0, turn=0):
-        return request_seed(42, BatchMetadata(step, phase), TrajectoryID("17", repetition), turn)
+        return compute_request_seed(42, BatchMetadata(step, phase), TrajectoryID("17", repetition), turn)
 
     later = BatchMetadata(9, "train", sampling_seed=3, weight_version=8)
-    assert request_seed(42, later, TrajectoryID("17", 0), 0) == seed(), "neither the step nor the version seeds"
+    assert compute_request_seed(42, later, TrajectoryID("17", 0), 0) == seed(), "neither the step nor the version seeds"
     assert len({seed(), seed(step=4), seed(phase="eval"), seed(repetition=1), seed(turn=1)}) == 5
     code = (
-        "from skyrl_train.generators.sampling import episode_seed, request_seed as r\n"
+        "from skyrl_train.generators.sampling import compute_episode_seed, compute_request_seed as r\n"
         "from skyrl_train.generators.base import BatchMetadata as B, TrajectoryID as T\n"
         "print(r(42, B(3, 'train'), T('17', 0), 0))"
     )
@@ -313,7 +313,7 @@ async def test_samples_share_episode_seed_within_prompt_only(game, say, characte
     assert first.output["rollout_metrics"]["environment/truncated"] == 1.0
 
     def seed(sample: int, prompt: str = "0") -> int:
-        return episode_seed(1, None, TrajectoryID(prompt, sample))
+        return compute_episode_seed(1, None, TrajectoryID(prompt, sample))
 
     assert seed(0) == seed(1) != seed(0, prompt="1")
 

@@ -15,7 +15,12 @@ from skyrl_train.generators.utils import (
     validate_generator_output,
 )
 from skyrl_train.rollouts.collate import collate
-from skyrl_train.rollouts.metrics import check_not_all_failed, rollout_metrics, sampled_entropy, version_lag_metrics
+from skyrl_train.rollouts.metrics import (
+    check_not_all_failed,
+    compute_rollout_metrics,
+    compute_version_lag_metrics,
+    estimate_sampling_entropy,
+)
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup
 
 FAILED = Failure("tool", "no search server")
@@ -100,16 +105,16 @@ def test_sampled_entropy_counts_every_generated_token_once():
         return Trajectory(TrajectoryID("a", 0), [row], failure=failure, env_class="gsm8k", turn_lengths=lengths)
 
     two_turns, one_turn = trajectory([-1.5, 0.0, -1.5], [1, 1]), trajectory([0.0, -1.5], [2])
-    assert sampled_entropy([two_turns, one_turn, trajectory([-9.0] * 3, [3], FAILED)]) == 4.5 / 4
-    assert rollout_metrics([two_turns])["generate/entropy"] == 1.5
-    assert sampled_entropy([two_turns, trajectory(None, [3])]) is None
-    assert "generate/entropy" not in rollout_metrics([trajectory([], [])])
+    assert estimate_sampling_entropy([two_turns, one_turn, trajectory([-9.0] * 3, [3], FAILED)]) == 4.5 / 4
+    assert compute_rollout_metrics([two_turns])["generate/entropy"] == 1.5
+    assert estimate_sampling_entropy([two_turns, trajectory(None, [3])]) is None
+    assert "generate/entropy" not in compute_rollout_metrics([trajectory([], [])])
 
 
 def test_missing_retry_count_means_zero_retries():
     sample = TrainingSample([1], [5], [1], [1.0])
     trajectory = Trajectory(TrajectoryID("a", 0), [sample], env_class="gsm8k")
-    assert rollout_metrics([trajectory])["generate/num_retries"] == 0.0
+    assert compute_rollout_metrics([trajectory])["generate/num_retries"] == 0.0
 
 
 def test_no_metric_is_ever_nan():
@@ -152,11 +157,11 @@ def test_batch_and_metrics_report_weight_version_of_each_token():
     ]
     batch = collate(RolloutBatch([TrajectoryGroup("p", trajectories)]), Padding(), step=1)  # type: ignore[arg-type]
     assert batch.tensor("weight_versions").tolist() == [[7, -1, 9], [-1, -1, -1], [2, -1, -1]]
-    assert version_lag_metrics(trajectories, 10) == {
+    assert compute_version_lag_metrics(trajectories, 10) == {
         "generate/weight_version_lag_mean": 2.0,  # of 7 and 9: neither context tokens nor failed trajectories count
         "generate/weight_version_lag_max": 3.0,
     }
-    assert version_lag_metrics(trajectories[1:], 10) == {}
+    assert compute_version_lag_metrics(trajectories[1:], 10) == {}
 
 
 class Padding:

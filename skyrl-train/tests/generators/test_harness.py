@@ -26,7 +26,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, TrajectoryID
 from skyrl_train.generators.harness import generator
 from skyrl_train.generators.harness.generator import HarnessGenerator
-from skyrl_train.generators.harness.task import HarnessTask, checked_reward, grade_workspace
+from skyrl_train.generators.harness.task import HarnessTask, convert_reward, grade_workspace
 from skyrl_train.inference_engines.base import (
     Completion,
     EngineInfo,
@@ -361,7 +361,7 @@ async def test_batch_sessions_are_announced_grouped_by_prompt(characters: Any):
 
 @pytest.mark.parametrize("value", [1, True, np.float32(1), np.int64(1), np.bool_(True)])
 def test_numpy_numbers_are_valid_rewards(value: Any):
-    reward = checked_reward(value, "a grader")
+    reward = convert_reward(value, "a grader")
     assert (reward, type(reward)) == (1.0, float)
 
 
@@ -538,6 +538,6 @@ async def test_full_disk_and_unclosable_sandbox_fail_only_own_trajectory(
     assert "No space left on device" in fails.failure.message
 
     monkeypatch.setattr(generator, "_FURTHER_SECONDS", 0.0)
-    monkeypatch.setattr(generator.Harness, "sandbox", lambda *_: Stuck())
+    monkeypatch.setattr(generator.Harness, "create_sandbox", lambda *_: Stuck())
     [stuck], _ = await trajectories_of(model, replace(harness, deadline_seconds=0.2), [{}])
     assert stuck.failure is not None and "harness hung: it could not be ended" in stuck.failure.message

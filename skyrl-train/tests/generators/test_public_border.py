@@ -14,7 +14,7 @@ from skyrl_train.generators.base import (
 )
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.rollouts.adapter import to_generator_output, to_rollout_batch
-from skyrl_train.rollouts.filters import map_trajectories, without_rewards
+from skyrl_train.rollouts.filters import map_trajectories, remove_rewards
 from skyrl_train.rollouts.types import RolloutBatch
 
 PROMPTS = [TrajectoryID("a", 0), TrajectoryID("a", 1), TrajectoryID("b", 0)]
@@ -85,7 +85,7 @@ class OverridesColumns(SkyRLGymGenerator):
 
 class OverridesGroups(SkyRLGymGenerator):
     async def generate_groups(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> RolloutBatch:
-        return map_trajectories(await super().generate_groups(input_batch, disable_tqdm), without_rewards)
+        return map_trajectories(await super().generate_groups(input_batch, disable_tqdm), remove_rewards)
 
 
 class InheritsGroups(OverridesGroups):

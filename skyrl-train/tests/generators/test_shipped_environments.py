@@ -8,7 +8,7 @@ from skyrl_gym.envs.registration import env_class_of
 from skyrl_gym.episode import run_episode
 from skyrl_train.config import GeneratorConfig, SamplingParams, SkyRLGymConfig
 from skyrl_train.generators.base import GeneratorInput, TrajectoryID
-from skyrl_train.generators.sampling import episode_seed
+from skyrl_train.generators.sampling import compute_episode_seed
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 
 SHIPPED = sorted(
@@ -31,7 +31,7 @@ async def test_oracle_reward_equals_plain_loop_reward(env_id, scripted_engine, s
         for example, trajectory_id in zip(examples, ids, strict=True):
             oracle = iter(example.oracle)
             env = skyrl_gym.make(env_id, env_config=config, extras=example.extras)
-            seed = episode_seed(SEED, None, trajectory_id)
+            seed = compute_episode_seed(SEED, None, trajectory_id)
             expected.append(run_episode(env, example.prompt, lambda _, oracle=oracle: next(oracle), seed=seed))
         max_turns = max(len(result.rewards) for result in expected)
 

@@ -19,8 +19,8 @@ from skyrl_train.rollouts.adapter import (
 )
 from skyrl_train.rollouts.faults import record_faults
 from skyrl_train.rollouts.filters import map_trajectories
-from skyrl_train.rollouts.joining import merge_appending_turns, whole_sample
-from skyrl_train.rollouts.trajectory_rows import trajectory_rows
+from skyrl_train.rollouts.joining import merge_all_turns, merge_appending_turns
+from skyrl_train.rollouts.trajectory_rows import build_trajectory_rows
 from skyrl_train.rollouts.types import RolloutBatch
 from skyrl_train_testing.tiny_runs import register_environments
 
@@ -46,7 +46,7 @@ def whole_trajectories(output: GeneratorOutput, num_trajectories: int = 2) -> Ge
     """Return an output with one row a trajectory."""
     batch = map_trajectories(
         groups_of(output, num_trajectories),
-        lambda each: replace(each, samples=[whole_sample(each)], is_step_wise=False),
+        lambda each: replace(each, samples=[merge_all_turns(each)], is_step_wise=False),
     )
     return to_generator_output(batch)
 
@@ -368,7 +368,7 @@ def test_joining_does_not_modify_input():
 def test_single_sample_trajectory_is_unchanged():
     for trajectory in groups_of(steps_output(is_last_step=None), 4).trajectories:
         assert merge_appending_turns(trajectory) is trajectory
-        assert whole_sample(trajectory) is trajectory.samples[0]
+        assert merge_all_turns(trajectory) is trajectory.samples[0]
 
 
 def test_scores_are_per_trajectory():
@@ -382,7 +382,7 @@ def test_scores_are_per_trajectory():
 
 
 def test_trajectories_file_has_turns(characters):
-    rows = trajectory_rows(groups_of(steps_output()).groups, characters)
+    rows = build_trajectory_rows(groups_of(steps_output()).groups, characters)
     assert [(row["sample"], row["step"], row["is_last_step"], row["reward"]) for row in rows] == [
         (0, 0, False, 0.5),
         (0, 1, False, 1.0),

@@ -10,13 +10,13 @@ import torch
 
 from skyrl_train.endpoint.recorder import RecordedTurn, SessionRecord
 from skyrl_train.generators.base import Failure, TrajectoryID
-from skyrl_train.generators.recorded import recorded_trajectory
+from skyrl_train.generators.recorded import build_recorded_trajectory
 from skyrl_train.models.packing import pack_rows
 from skyrl_train.models.scoring import ScoringModel
-from skyrl_train.rollouts.certificate import Branch, certificate_metrics, certify
+from skyrl_train.rollouts.certificate import Branch, compute_certificate_metrics, create_certificate
 from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tensors
-from skyrl_train.rollouts.trajectory_rows import trajectory_rows
-from skyrl_train.rollouts.types import TrainingSample, grouped
+from skyrl_train.rollouts.trajectory_rows import build_trajectory_rows
+from skyrl_train.rollouts.types import TrainingSample, group_trajectories
 from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 
 SYSTEM = list(range(20, 38))
@@ -84,7 +84,7 @@ DRAWN = {
 
 @pytest.mark.parametrize(("turns", "lengths", "tree", "reasons"), DRAWN.values(), ids=list(DRAWN))
 def test_tree_matches_expected_structure(turns: Any, lengths: list[int], tree: list[Branch], reasons: dict[str, int]):
-    trajectory = recorded_trajectory(SessionRecord(turns=turns(), num_admitted=9, num_answered=9), 2.0, ID)
+    trajectory = build_recorded_trajectory(SessionRecord(turns=turns(), num_admitted=9, num_answered=9), 2.0, ID)
     certificate = trajectory.certificate
     assert certificate is not None
     assert [len(sample.response_ids) for sample in trajectory.samples] == lengths
@@ -104,7 +104,9 @@ def test_tree_matches_expected_structure(turns: Any, lengths: list[int], tree: l
 
 def test_trajectory_stop_reason_is_from_last_response():
     main, sub_agent, last = with_sub_agents()[0], with_sub_agents()[1], with_sub_agents()[3]
-    trajectory = recorded_trajectory(SessionRecord(turns=[main, replace(sub_agent, stop_reason="length"), last]), 1, ID)
+    trajectory = build_recorded_trajectory(
+        SessionRecord(turns=[main, replace(sub_agent, stop_reason="length"), last]), 1, ID
+    )
     assert [len(sample.response_ids) for sample in trajectory.samples] == [5, 1], "the sub-agent's row is the last"
     assert trajectory.stop_reason == "stop"
 
@@ -115,7 +117,7 @@ def test_reward_is_kept_when_last_response_is_empty():
     empty = replace(
         first, prompt_ids=seen, response_ids=[], log_probs=[], weight_versions=[], started=98.0, finished=99.0
     )
-    trajectory = recorded_trajectory(SessionRecord(turns=[first, empty]), 2.0, ID)
+    trajectory = build_recorded_trajectory(SessionRecord(turns=[first, empty]), 2.0, ID)
     [sample] = trajectory.samples
     assert sample.response_ids == [*first.response_ids, 50]
     assert sample.rewards == [0.0] * (len(first.response_ids) - 1) + [2.0, 0.0]
@@ -146,12 +148,14 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 def separate(turns: Sequence[RecordedTurn]) -> list[TrainingSample]:
     """Each answer behind its own prompt."""
-    return [sample for each in turns for sample in recorded_trajectory(SessionRecord(turns=[each]), 0.0, ID).samples]
+    return [
+        sample for each in turns for sample in build_recorded_trajectory(SessionRecord(turns=[each]), 0.0, ID).samples
+    ]
 
 
 @pytest.mark.parametrize("turns", [compacting, with_sub_agents])
 def test_branch_gradients_equal_separate_prompt_response_gradients(turns: Any):
-    trajectory = recorded_trajectory(SessionRecord(turns=turns()), 1.0, ID)
+    trajectory = build_recorded_trajectory(SessionRecord(turns=turns()), 1.0, ID)
     own, num_computed = gradients(trajectory.samples, share=True)
     expected, num_separate = gradients(separate(turns()), share=False)
     assert difference(own, expected) < 1e-6
@@ -176,13 +180,13 @@ FAULTS: dict[str, tuple[Any, float]] = {
 
 @pytest.mark.parametrize(("fault", "share"), FAULTS.values(), ids=list(FAULTS))
 def test_certificate_detects_altered_tokens(fault: Any, share: float):
-    rows = fault(recorded_trajectory(SessionRecord(turns=compacting()), 1.0, ID).samples)
-    assert certify(rows, compacting()).exact_share == pytest.approx(share)
+    rows = fault(build_recorded_trajectory(SessionRecord(turns=compacting()), 1.0, ID).samples)
+    assert create_certificate(rows, compacting()).exact_share == pytest.approx(share)
 
 
 @pytest.mark.parametrize("fault", [FAULTS[name][0] for name in list(FAULTS)[:4]])
 def test_gradients_detect_same_faults(fault: Any):
-    rows = fault(recorded_trajectory(SessionRecord(turns=compacting()), 1.0, ID).samples)
+    rows = fault(build_recorded_trajectory(SessionRecord(turns=compacting()), 1.0, ID).samples)
     assert difference(gradients(rows, share=True)[0], gradients(separate(compacting()), share=False)[0]) > 1e-3
 
 
@@ -192,7 +196,7 @@ def test_gradients_detect_same_faults(fault: Any):
 def test_certificate_reports_reason_for_row_start(messages: Any, reason: str):
     """The second prompt does not go on with the tokens of the first answer."""
     turns = [turn([*SYSTEM, 40], [50], 0, said(), "a"), turn([*SYSTEM, 40, 39], [51], 1, messages)]
-    certificate = recorded_trajectory(SessionRecord(turns=turns), 1.0, ID).certificate
+    certificate = build_recorded_trajectory(SessionRecord(turns=turns), 1.0, ID).certificate
     assert certificate is not None and certificate.new_rows == {reason: 1}
 
 
@@ -201,23 +205,23 @@ def test_masked_tokens_have_reason():
     lost, again = turn([1], [50, 51], 0), replace(turn([1], [52], 5), request=repr(([1], 0)))
     cold = replace(turn([1, 52, 2], [53, 54, 55], 6), temperature=0.0)
     record = SessionRecord(turns=[lost, again, cold], num_admitted=4, num_answered=3)
-    trajectory = recorded_trajectory(record, 1.0, ID, temperature=1.0)
+    trajectory = build_recorded_trajectory(record, 1.0, ID, temperature=1.0)
     certificate = trajectory.certificate
     assert certificate is not None
     reasons = {"repeated_request": 2, "other_temperature": 3, "unfinished_answers": 1}
     assert (certificate.num_drawn, certificate.num_trained, certificate.not_trained) == (6, 1, reasons)
-    assert certificate_metrics([certificate])["tokens/trained_share"] == pytest.approx(1 / 6)
+    assert compute_certificate_metrics([certificate])["tokens/trained_share"] == pytest.approx(1 / 6)
 
-    failed = recorded_trajectory(record, 1.0, ID, 1.0, Failure("environment", "the harness hung"))
+    failed = build_recorded_trajectory(record, 1.0, ID, 1.0, Failure("environment", "the harness hung"))
     assert failed.certificate is not None and failed.certificate.not_trained["failed_trajectory"] == 4
     assert (failed.certificate.num_trained, failed.reward, failed.stop_reason) == (0, 0.0, "error")
 
 
 def test_trajectories_file_rows_have_certificate():
-    trajectory = recorded_trajectory(SessionRecord(turns=compacting()), 1.0, ID)
-    rows = trajectory_rows(grouped([trajectory]), build_character_tokenizer())
+    trajectory = build_recorded_trajectory(SessionRecord(turns=compacting()), 1.0, ID)
+    rows = build_trajectory_rows(group_trajectories([trajectory]), build_character_tokenizer())
     expected = trajectory.certificate
     assert expected is not None
     assert [row["certificate"] for row in rows] == [expected.to_json()] * 2
     assert expected.to_json()["branches"] == [[None, 0], [0, len(SYSTEM)]]
-    assert certificate_metrics([expected])["tokens/exact_share"] == 1.0
+    assert compute_certificate_metrics([expected])["tokens/exact_share"] == 1.0

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.rollouts.trajectory_rows import trajectory_rows
+from skyrl_train.rollouts.trajectory_rows import build_trajectory_rows
 from skyrl_train.rollouts.types import Failure, TrainingSample, Trajectory, TrajectoryGroup, TrajectoryID
 from skyrl_train.utils.run_folder import RunFolder
 
@@ -36,7 +36,7 @@ def groups(answered: TrainingSample | None = None) -> list[TrajectoryGroup]:
 
 
 def test_row_has_prompt_response_and_reward(symbols):
-    row, _ = trajectory_rows(groups(), symbols)
+    row, _ = build_trajectory_rows(groups(), symbols)
     assert row == {
         "uid": "a",
         "sample": 0,
@@ -59,7 +59,7 @@ def test_row_has_prompt_response_and_reward(symbols):
 
 
 def test_failed_trajectory_is_written_as_row(symbols):
-    _, row = trajectory_rows(groups(), symbols)
+    _, row = build_trajectory_rows(groups(), symbols)
     assert (row["sample"], row["response"], row["reward"], row["tokens"]["text"]) == (1, "", 0, [])
     assert row["failure"] == {"kind": "tool", "message": "timed out"}
 
@@ -67,14 +67,14 @@ def test_failed_trajectory_is_written_as_row(symbols):
 def test_trajectory_turns_are_rows_with_step(symbols):
     turns = [TrainingSample([1], [3], [1], [reward]) for reward in (0.5, 2.0)]
     [group] = [TrajectoryGroup("b#2", [Trajectory(TrajectoryID("b", 4), turns, "stop", is_step_wise=True)])]
-    rows = trajectory_rows([group], symbols)
+    rows = build_trajectory_rows([group], symbols)
     found = [(row["uid"], row["sample"], row["step"], row["is_last_step"], row["reward"]) for row in rows]
     assert found == [("b#2", 4, 0, False, 0.5), ("b#2", 4, 1, True, 2.0)]
 
 
 def test_unreported_values_are_null(symbols):
     trajectory = Trajectory(TrajectoryID("a", 0), [TrainingSample([1], [3], [1], [1.0])])
-    [row] = trajectory_rows([TrajectoryGroup("a", [trajectory])], symbols)
+    [row] = build_trajectory_rows([TrajectoryGroup("a", [trajectory])], symbols)
     assert (
         row["stop_reason"] is row["failure"] is row["tokens"]["log_probs"] is row["tokens"]["weight_versions"] is None
     )
@@ -82,7 +82,7 @@ def test_unreported_values_are_null(symbols):
 
 def token_texts(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
     trajectory = Trajectory(TrajectoryID("a", 0), [TrainingSample([0], ids, [1] * len(ids), [0.0] * len(ids))])
-    [row] = trajectory_rows([TrajectoryGroup("a", [trajectory])], tokenizer)
+    [row] = build_trajectory_rows([TrajectoryGroup("a", [trajectory])], tokenizer)
     return row["tokens"]["text"]
 
 
@@ -99,7 +99,7 @@ def test_sentencepiece_leading_space_is_kept():
 
 
 def test_rows_round_trip_through_disk(symbols, tmp_path):
-    rows = trajectory_rows(groups(), symbols)
+    rows = build_trajectory_rows(groups(), symbols)
     run = RunFolder(tmp_path)
     run.write_trajectories(1, "train", rows)
     assert run.read_trajectories(1, "train") == json.loads(json.dumps(rows))

@@ -47,7 +47,7 @@ def played(dialogue, text, end="", stop_reason="stop"):
     dialogue.open([QUESTION])
     dialogue.add_completion(completion)
     dialogue.add_step(completion, StepResult(reward=0.0, done=False, observations=[MORE]))
-    return dialogue.chat.decode(dialogue.input_ids(), skip_special_tokens=False)
+    return dialogue.chat.decode(dialogue.get_input_ids(), skip_special_tokens=False)
 
 
 def conversation(chat, stop_strings=()):

@@ -374,7 +374,7 @@ async def test_engines_without_weights_generate_only_after_sync(failing):
     await colocation.recover()
     async with colocation._lock:
         with pytest.raises(ColocationError, match=r"drops the engines' weights .* first: recover, then sync"):
-            await colocation._return_to_generation()
+            await colocation._resume_generation()
     await colocation.recover()
     await colocation.onload("policy")
     diary.take()

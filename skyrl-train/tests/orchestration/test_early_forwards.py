@@ -16,7 +16,7 @@ from skyrl_train.orchestration.early_forwards import Divide, EarlyForwards, Forw
 from skyrl_train.orchestration.inline_launcher import InlineRank
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.rollouts.collate import collate
-from skyrl_train.rollouts.filters import with_uid
+from skyrl_train.rollouts.filters import set_uid
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup, TrajectoryID
 from skyrl_train.training_backends.base import ParallelInfo
 from skyrl_train.training_batch import TrainingInputBatch, TrainingOutputBatch
@@ -104,7 +104,7 @@ async def outputs_of(
         for groups in finished:
             forwards.offer(groups)
             await asyncio.sleep(0.003)
-    whole = collated(RolloutBatch([with_uid(each, str(place)) for place, each in enumerate(batch)]))
+    whole = collated(RolloutBatch([set_uid(each, str(place)) for place, each in enumerate(batch)]))
     return await forwards.finish(early.group, divide(early.group, whole), whole)
 
 

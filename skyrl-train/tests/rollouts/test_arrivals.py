@@ -41,10 +41,10 @@ def test_schedule_predicts_next_batch():
         scheduler = GroupScheduler(ScheduleLimits(**limits, order=order))  # type: ignore[arg-type]
         tickets = [scheduler.start() for _ in range(6)]
         for ticket in (4, 2):
-            scheduler.finished(tickets[ticket])
-        foreseen[order] = scheduler.foreseen_batch()
+            scheduler.record_finished(tickets[ticket])
+        foreseen[order] = scheduler.predict_next_batch()
         for ticket in (0, 1):
-            scheduler.finished(tickets[ticket])
-        batch = scheduler.next_batch()
+            scheduler.record_finished(tickets[ticket])
+        batch = scheduler.get_next_batch()
         assert batch is not None and all(batch[place] == ticket for place, ticket in foreseen[order].items())
     assert foreseen == {"finished": {0: 4, 1: 2}, "exact": {2: 2}, "oldest": {}}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyrl_train.rollouts.async_metrics import group_metrics, pool_metrics
+from skyrl_train.rollouts.async_metrics import compute_group_metrics, compute_pool_metrics
 from skyrl_train.rollouts.groups import FinishedGroup, mask_stale
 from skyrl_train.rollouts.pool import PoolCounts
 from skyrl_train.rollouts.types import NO_VERSION, TrainingSample, Trajectory, TrajectoryGroup, TrajectoryID
@@ -33,7 +33,7 @@ GROUPS = [
 @pytest.mark.parametrize("keeps_cache", [True, False])
 def test_metrics_are_computed_for_two_groups_trained_on_version_seven(keeps_cache: bool):
     """Eleven tokens are generated: of versions 3 (two), 4 (four), 6 (three), 7 (two). Two follow a sync in a turn."""
-    metrics = group_metrics(GROUPS, trained_version=7, bound=2, keeps_cache=keeps_cache)
+    metrics = compute_group_metrics(GROUPS, trained_version=7, bound=2, keeps_cache=keeps_cache)
     assert metrics == pytest.approx(
         {
             "async/staleness_mean": (4 + 1) / 2,
@@ -56,7 +56,7 @@ def test_metrics_are_computed_for_two_groups_trained_on_version_seven(keeps_cach
 
 
 def test_group_without_versions_has_age_since_start():
-    metrics = group_metrics([finished(None, version=5)], trained_version=7, bound=4, keeps_cache=True)
+    metrics = compute_group_metrics([finished(None, version=5)], trained_version=7, bound=4, keeps_cache=True)
     assert metrics["async/staleness_max"] == 2
     shares = ("versions_per_trajectory_mean", "stale_token_share", "interrupted_token_share", "mixed_cache_token_share")
     assert [metrics[f"async/{name}"] for name in shares] == [0, 0, 0, 0]
@@ -74,7 +74,7 @@ def test_group_without_versions_has_age_since_start():
 )
 def test_interrupted_tokens_are_tokens_after_sync_within_turn(versions: list[int], num_interrupted: int):
     num_generated = sum(version != NO_VERSION for version in versions)
-    metrics = group_metrics([finished(versions)], trained_version=5, bound=9, keeps_cache=True)
+    metrics = compute_group_metrics([finished(versions)], trained_version=5, bound=9, keeps_cache=True)
     assert metrics["async/interrupted_token_share"] == pytest.approx(num_interrupted / num_generated)
     assert metrics["async/mixed_cache_token_share"] == metrics["async/interrupted_token_share"]
 
@@ -99,7 +99,7 @@ def test_pool_metrics_are_computed_over_ten_seconds():
     counts = PoolCounts(
         num_failed=1, num_filtered=2, num_stale=3, running_seconds=30.0, busy_seconds=8.0, wall_seconds=10.0
     )
-    assert pool_metrics(counts, num_trained=4, max_running=6, waited=2.0, step=8.0) == pytest.approx(
+    assert compute_pool_metrics(counts, num_trained=4, max_running=6, waited=2.0, step=8.0) == pytest.approx(
         {
             "async/num_failed_groups": 1,
             "async/num_filtered_groups": 2,

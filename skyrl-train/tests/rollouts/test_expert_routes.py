@@ -10,7 +10,7 @@ import torch
 from skyrl_train.expert_routes import ExpertRoutes, no_route, pad_routes, route_dtype
 from skyrl_train.rollouts.collate import collate
 from skyrl_train.rollouts.groups import FinishedGroup
-from skyrl_train.rollouts.joining import join_samples, whole_sample
+from skyrl_train.rollouts.joining import join_samples, merge_all_turns
 from skyrl_train.rollouts.journal import RolloutJournal
 from skyrl_train.rollouts.schedule import ScheduleState
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup, TrajectoryID
@@ -75,7 +75,7 @@ def test_joined_turns_keep_first_routes_of_each_token():
     assert joined.routes == routes_of(0, 0, 0, 7, 7)
     rewritten = sample([9, 9], [6], [1], routes_of(7, 7))  # its places are not those of the first
     samples = Trajectory(TrajectoryID("a", 0), [first, rewritten], "stop")
-    assert whole_sample(samples).routes == first.routes
+    assert merge_all_turns(samples).routes == first.routes
 
 
 def test_async_journal_keeps_routes(tmp_path: Path):
@@ -84,7 +84,7 @@ def test_async_journal_keeps_routes(tmp_path: Path):
     ).groups
     journal = RolloutJournal(tmp_path / "journal.jsonl", {"seed": 1})
     finished = FinishedGroup(ticket=0, group=group, metrics={}, version=3, seconds=1.0)
-    journal.finished(finished)
+    journal.append_finished(finished)
     journal.close()
     state: Any = ScheduleState()
     recovered = RolloutJournal(tmp_path / "journal.jsonl", {"seed": 1}).recover(state)

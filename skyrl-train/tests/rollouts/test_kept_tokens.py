@@ -9,7 +9,7 @@ import pytest
 from skyrl_train.generators.dialogue import ResponseTokens
 from skyrl_train.kept_tokens import KeptTokens
 from skyrl_train.rollouts.adapter import to_generator_output, to_rollout_batch
-from skyrl_train.rollouts.collate import collate, kept_token_metrics
+from skyrl_train.rollouts.collate import collate, compute_kept_token_metrics
 from skyrl_train.rollouts.groups import FinishedGroup
 from skyrl_train.rollouts.joining import join_samples
 from skyrl_train.rollouts.journal import RolloutJournal
@@ -40,9 +40,9 @@ def test_kept_tokens_are_in_response_rows():
     columns = collate(batch, build_character_tokenizer(), 1, with_kept_tokens=True)
     assert columns.tensor("kept_counts").tolist() == [[2, 0, 3], [1, 1, 0], [0, 0, 0]]
     assert columns.tensor("kept_ids").tolist() == [[8, 4, 3, 9, 30], [6, 7, 0, 0, 0], [0] * 5]
-    assert kept_token_metrics(columns) == {"generate/kept_tokens_mean": 7 / 4, "generate/kept_tokens_max": 3}
+    assert compute_kept_token_metrics(columns) == {"generate/kept_tokens_mean": 7 / 4, "generate/kept_tokens_max": 3}
     without = collate(batch, build_character_tokenizer(), 1)
-    assert "kept_ids" not in without and kept_token_metrics(without) == {}
+    assert "kept_ids" not in without and compute_kept_token_metrics(without) == {}
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_kept_tokens_are_extended_and_truncated_with_response():
     response.append_generated([3], None, [1], kept([3, 2, 1]))
     assert response.kept == kept([8, 4], [9], [], [], [3, 2, 1])
     response.truncate(3)
-    assert response.as_sample([1], []).kept_tokens == kept([8, 4], [9], [])
+    assert response.to_sample([1], []).kept_tokens == kept([8, 4], [9], [])
     response.truncate(0)
-    assert response.as_sample([1], []).kept_tokens is None
+    assert response.to_sample([1], []).kept_tokens is None
 
 
 def test_joined_turns_have_no_kept_tokens_between_turns():
@@ -88,7 +88,7 @@ def test_generator_columns_and_journal_keep_kept_tokens(tmp_path: Path):
     assert [each.kept_tokens for *_, each in again.rows()] == [kept([6, 300_000], [7]), None]
     [group] = batch.groups
     journal = RolloutJournal(tmp_path / "journal.jsonl", {"seed": 1})
-    journal.finished(FinishedGroup(ticket=0, group=group, metrics={}, version=3, seconds=1.0))
+    journal.append_finished(FinishedGroup(ticket=0, group=group, metrics={}, version=3, seconds=1.0))
     journal.close()
     state: Any = ScheduleState()
     recovered = RolloutJournal(tmp_path / "journal.jsonl", {"seed": 1}).recover(state)

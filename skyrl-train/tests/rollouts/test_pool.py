@@ -97,17 +97,17 @@ class Run:
                 groups = await pool.next_batch()
                 assert all(len(self.steps) - group.oldest_version >= 0 for group in groups)
                 await step()
-                pool.trained(groups)
+                pool.record_trained(groups)
                 self.steps.append([group.ticket for group in groups])
                 await pool.drain()
                 self.version = len(self.steps)
-                pool.synced(self.version)
+                pool.record_synced(self.version)
                 if len(self.steps) % 2 == 0:
                     state = pool.state().to_json()
                     await asyncio.sleep(0)
                 if len(self.steps) % 2 == self.checkpoint_lag and state is not None:
                     self.checkpoint, state = state, None
-                    pool.shorten_journal()
+                    pool.compact_journal()
 
     @property
     def trained(self) -> Counter[int]:
@@ -135,10 +135,10 @@ async def test_stale_group_restarts_after_next_sync(tmp_path: Path):
     run = Run(tmp_path, limits(order="finished", on_stale="regenerate"), generate)
     async with run.pool() as pool:
         for step in (1, 2):
-            pool.trained(await pool.next_batch(), sync_follows=True)
+            pool.record_trained(await pool.next_batch(), sync_follows=True)
             assert (0 in pool.scheduler.running) == (step == 1), "it has become too old, and waits for the sync"
             run.version = step
-            pool.synced(step)
+            pool.record_synced(step)
         assert 0 in pool.scheduler.running and pool.scheduler.age(0) == 0
     recovered = RolloutJournal(tmp_path / "journal.jsonl", EXPERIMENT).recover(ScheduleState())
     assert recovered.state.restarted == {0}, "a resumed run would not know that it was started again"
@@ -156,9 +156,9 @@ async def test_fully_stale_group_is_regenerated_under_mask_policy(tmp_path: Path
     run = Run(tmp_path, limits(order="finished"), generate)
     async with run.pool() as pool:
         for step in (1, 2):
-            pool.trained(await pool.next_batch())
+            pool.record_trained(await pool.next_batch())
             run.version = step
-            pool.synced(step)
+            pool.record_synced(step)
         assert pool.take_counts().num_stale == 0 and 0 in pool.scheduler.running, "it may still get younger tokens"
         answered.set()
         groups = await pool.next_batch()

@@ -28,7 +28,7 @@ def limits(**changes) -> ScheduleLimits:
 
 def start_all(scheduler: GroupScheduler) -> list[int]:
     tickets = []
-    while scheduler.may_start():
+    while scheduler.can_start():
         tickets.append(scheduler.start())
     return tickets
 
@@ -37,12 +37,12 @@ def test_slots_cover_staleness_plus_1_steps():
     scheduler = GroupScheduler(limits(max_running=100))
     assert start_all(scheduler) == list(range(3 * M))
     for ticket in range(M):
-        scheduler.finished(ticket)
-    batch = scheduler.next_batch()
+        scheduler.record_finished(ticket)
+    batch = scheduler.get_next_batch()
     assert batch == [0, 1, 2, 3]
-    scheduler.trained(batch)
-    assert not scheduler.may_start()  # the engines still have the old weights: a new group could be 3 steps old
-    scheduler.synced(1)
+    scheduler.record_trained(batch)
+    assert not scheduler.can_start()  # the engines still have the old weights: a new group could be 3 steps old
+    scheduler.record_synced(1)
     assert start_all(scheduler) == list(range(3 * M, 4 * M))
 
 
@@ -52,10 +52,10 @@ def test_staleness_zero_alternates_between_generating_and_training():
         tickets = start_all(scheduler)
         assert tickets == list(range(step * M, (step + 1) * M))
         for ticket in reversed(tickets):
-            assert scheduler.next_batch() is None
-            scheduler.finished(ticket)
-        assert scheduler.next_batch() == tickets
-        scheduler.trained(tickets, version=step + 1)
+            assert scheduler.get_next_batch() is None
+            scheduler.record_finished(ticket)
+        assert scheduler.get_next_batch() == tickets
+        scheduler.record_trained(tickets, version=step + 1)
 
 
 @pytest.mark.parametrize(
@@ -66,18 +66,18 @@ def test_next_batch_follows_order_setting(order, expected):
     scheduler = GroupScheduler(limits(order=order))
     assert start_all(scheduler) == list(range(8))
     for ticket in (7, 6, 5, 4, 1):
-        scheduler.finished(ticket)
-    assert scheduler.next_batch() == expected
+        scheduler.record_finished(ticket)
+    assert scheduler.get_next_batch() == expected
 
 
 def test_exact_order_waits_for_group_to_restart():
     scheduler = GroupScheduler(
         limits(order="exact"), ScheduleState(next_ticket=5, finished={1: 0, 2: 0, 3: 0, 4: 0}, waiting=[0])
     )
-    assert scheduler.next_batch() is None
+    assert scheduler.get_next_batch() is None
     assert scheduler.start() == 0
-    scheduler.finished(0)
-    assert scheduler.next_batch() == [0, 1, 2, 3]
+    scheduler.record_finished(0)
+    assert scheduler.get_next_batch() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("end", ["failed", "filtered"])
@@ -85,11 +85,11 @@ def test_slot_of_failed_or_filtered_group_is_reused(end):
     scheduler = GroupScheduler(limits(max_staleness_steps=0))
     assert start_all(scheduler) == [0, 1, 2, 3]
     if end == "filtered":
-        scheduler.finished(2)
-    getattr(scheduler, end)(2)
+        scheduler.record_finished(2)
+    getattr(scheduler, f"record_{end}")(2)
     assert start_all(scheduler) == [4]
     with pytest.raises(KeyError):  # once
-        getattr(scheduler, end)(2)
+        getattr(scheduler, f"record_{end}")(2)
 
 
 def train_others(scheduler: GroupScheduler, slow: int, steps: int) -> None:
@@ -98,10 +98,10 @@ def train_others(scheduler: GroupScheduler, slow: int, steps: int) -> None:
         start_all(scheduler)
         for ticket in scheduler.running:
             if ticket != slow:
-                scheduler.finished(ticket)
-        batch = scheduler.next_batch()
+                scheduler.record_finished(ticket)
+        batch = scheduler.get_next_batch()
         assert batch is not None
-        scheduler.trained(batch, version=scheduler.num_trained_steps + 1)
+        scheduler.record_trained(batch, version=scheduler.num_trained_steps + 1)
 
 
 @pytest.mark.parametrize("on_stale", ["regenerate", "drop", "mask"])
@@ -109,11 +109,11 @@ def test_stale_group_is_handled_by_on_stale_setting(on_stale):
     scheduler = GroupScheduler(limits(on_stale=on_stale, groups_per_epoch=400))
     train_others(scheduler, slow=0, steps=3)
     assert scheduler.age(0) == 3
-    assert scheduler.take_stale() == ([] if on_stale == "mask" else [0])
-    assert scheduler.take_stale() == []
+    assert scheduler.requeue_stale() == ([] if on_stale == "mask" else [0])
+    assert scheduler.requeue_stale() == []
     if on_stale == "mask":  # its newest token decides
-        scheduler.finished(0, version=1)
-        assert scheduler.take_stale() == [] and 0 in scheduler.finished_groups
+        scheduler.record_finished(0, version=1)
+        assert scheduler.requeue_stale() == [] and 0 in scheduler.finished_groups
         return
     assert (scheduler.start() == 0) == (on_stale == "regenerate")
 
@@ -121,37 +121,37 @@ def test_stale_group_is_handled_by_on_stale_setting(on_stale):
 def test_fully_stale_group_is_restarted_under_mask_policy():
     scheduler = GroupScheduler(limits(on_stale="mask", groups_per_epoch=400))
     train_others(scheduler, slow=0, steps=3)
-    scheduler.finished(0, version=0)
-    assert scheduler.take_stale() == [0] and scheduler.take_stale() == []
+    scheduler.record_finished(0, version=0)
+    assert scheduler.requeue_stale() == [0] and scheduler.requeue_stale() == []
     assert scheduler.start() == 0
 
 
 def test_dropped_group_is_rescheduled_at_epoch_end():
     scheduler = GroupScheduler(limits(on_stale="drop", max_running=6))
     train_others(scheduler, slow=0, steps=3)
-    scheduler.take_stale()
+    scheduler.requeue_stale()
     tickets = []
     while 0 not in tickets:
         tickets += start_all(scheduler)
         for ticket in scheduler.running:
-            scheduler.finished(ticket)
-        scheduler.trained(scheduler.next_batch(), version=scheduler.num_trained_steps + 1)
+            scheduler.record_finished(ticket)
+        scheduler.record_trained(scheduler.get_next_batch(), version=scheduler.num_trained_steps + 1)
     assert max(tickets[: tickets.index(0)]) == 19
 
 
 def test_scheduler_waits_for_restarted_group():
     scheduler = GroupScheduler(limits(on_stale="regenerate"))
     train_others(scheduler, slow=0, steps=3)
-    scheduler.take_stale()
+    scheduler.requeue_stale()
     train_others(scheduler, slow=0, steps=2)
     start_all(scheduler)
     for ticket in scheduler.running:
         if ticket != 0:
-            scheduler.finished(ticket)
-    assert len(scheduler.finished_groups) > M and scheduler.next_batch() is None
-    assert "waits for group 0" in scheduler.why_no_batch()
-    scheduler.finished(0)
-    assert scheduler.next_batch()[0] == 0
+            scheduler.record_finished(ticket)
+    assert len(scheduler.finished_groups) > M and scheduler.get_next_batch() is None
+    assert "waits for group 0" in scheduler.describe_why_no_batch()
+    scheduler.record_finished(0)
+    assert scheduler.get_next_batch()[0] == 0
 
 
 def test_groups_restarted_together_are_restarted_once():
@@ -164,32 +164,32 @@ def test_groups_restarted_together_are_restarted_once():
         start_all(scheduler)
         for ticket in scheduler.running:
             if ticket not in slow:
-                scheduler.finished(ticket)
+                scheduler.record_finished(ticket)
         for ticket in sorted(slow & set(scheduler.running))[:slow_that_finish]:
-            scheduler.finished(ticket)
-        batch = scheduler.next_batch()
+            scheduler.record_finished(ticket)
+        batch = scheduler.get_next_batch()
         if batch is not None:
-            scheduler.trained(batch, version=scheduler.num_trained_steps + 1)
+            scheduler.record_trained(batch, version=scheduler.num_trained_steps + 1)
         return batch
 
     for _ in range(3):
         assert set(train(slow_that_finish=0) or slow).isdisjoint(slow)
-    assert scheduler.take_stale() == list(range(8))
+    assert scheduler.requeue_stale() == list(range(8))
     assert set(train(slow_that_finish=0) or slow).isdisjoint(slow)
     assert train(slow_that_finish=3) is None
-    assert "waits for group 3, 4, 5, 6" in scheduler.why_no_batch()
+    assert "waits for group 3, 4, 5, 6" in scheduler.describe_why_no_batch()
     assert train(slow_that_finish=1) == [0, 1, 2, 3]
-    assert scheduler.take_stale() == []
+    assert scheduler.requeue_stale() == []
     assert train(slow_that_finish=3) is None
     assert train(slow_that_finish=1) == [4, 5, 6, 7]
-    assert scheduler.take_stale() == [] and max(map(scheduler.age, scheduler.finished_groups), default=0) <= 2
+    assert scheduler.requeue_stale() == [] and max(map(scheduler.age, scheduler.finished_groups), default=0) <= 2
 
 
 def test_checkpoint_state_restarts_running_groups():
     scheduler = GroupScheduler(limits())
     start_all(scheduler)
     for ticket in (3, 1):
-        scheduler.finished(ticket)
+        scheduler.record_finished(ticket)
     resumed = GroupScheduler(limits(), ScheduleState(**asdict(scheduler.state())))
     assert resumed.finished_groups == [3, 1] and resumed.running == []
     assert start_all(resumed) == [0, 2, 4, 5, 6, 7, 8, 9]
@@ -205,27 +205,29 @@ def simulate(limits: ScheduleLimits, seed: int, *, p_fail: float = 0.0, p_filter
     now, trainer_free, ends, generation = 0.0, 0.0, [], Counter()
     trained, restarts, ages, most_slots = Counter(), Counter(), [], 0
     while scheduler.num_trained_steps < limits.total_steps:
-        for ticket in scheduler.take_stale():
+        for ticket in scheduler.requeue_stale():
             generation[ticket] += 1  # what still runs of it is aborted
             restarts[ticket] += 1
             assert restarts[ticket] == 1, "a group is restarted once"
-        while scheduler.may_start():
+        while scheduler.can_start():
             ticket = scheduler.start()
             heapq.heappush(ends, (now + draw.paretovariate(1.2), ticket, generation[ticket]))
         taken = len(scheduler.running) + len(scheduler.finished_groups)
         most_slots = max(most_slots, taken)
         assert len(scheduler.running) <= limits.max_running
         assert taken <= (limits.max_staleness_steps + 1) * limits.groups_per_step
-        batch = scheduler.next_batch() if now >= trainer_free else None
+        batch = scheduler.get_next_batch() if now >= trainer_free else None
         if batch is not None:
             assert len(set(batch)) == limits.groups_per_step
             ages += [scheduler.age(ticket) for ticket in batch]
             trained.update(batch)
             step = scheduler.num_trained_steps + 1
-            scheduler.trained(batch, version=step if step % sync_every == 0 else None)
+            scheduler.record_trained(batch, version=step if step % sync_every == 0 else None)
             trainer_free = now + 1.0
             continue
-        assert ends or now < trainer_free, f"stuck: {scheduler.why_not_started()}; {scheduler.why_no_batch()}"
+        assert ends or now < trainer_free, (
+            f"stuck: {scheduler.describe_why_not_started()}; {scheduler.describe_why_no_batch()}"
+        )
         if now < trainer_free and (not ends or trainer_free <= ends[0][0]):
             now = trainer_free
             continue
@@ -233,12 +235,12 @@ def simulate(limits: ScheduleLimits, seed: int, *, p_fail: float = 0.0, p_filter
         if number != generation[ticket]:
             continue
         if draw.random() < p_fail:
-            scheduler.failed(ticket)
+            scheduler.record_failed(ticket)
             generation[ticket] += 1
         else:
-            scheduler.finished(ticket)
+            scheduler.record_finished(ticket)
             if draw.random() < p_filter:
-                scheduler.filtered(ticket)
+                scheduler.record_filtered(ticket)
     return trained, ages, most_slots
 
 

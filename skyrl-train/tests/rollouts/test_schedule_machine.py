@@ -36,11 +36,11 @@ class ScheduleMachine(RuleBasedStateMachine):
     def is_whole(self) -> bool:
         return self.scheduler.num_trained_steps == self.limits.total_steps
 
-    @precondition(lambda self: self.scheduler.may_start())
+    @precondition(lambda self: self.scheduler.can_start())
     @rule(at_once=st.integers(1, 6))
     def start(self, at_once: int) -> None:
         for _ in range(at_once):
-            if self.scheduler.may_start():
+            if self.scheduler.can_start():
                 ticket = self.scheduler.start()
                 assert ticket in self.queued or ticket == self.num_tickets()
                 self.queued.discard(ticket)
@@ -52,12 +52,12 @@ class ScheduleMachine(RuleBasedStateMachine):
         ticket = data.draw(st.sampled_from(sorted(self.running)))
         started = self.running.pop(ticket)
         if end == "failed":
-            self.scheduler.failed(ticket)
+            self.scheduler.record_failed(ticket)
         else:
             version = data.draw(st.none() | st.integers(started, self.scheduler.version), label="version of a token")
-            self.scheduler.finished(ticket, version)
+            self.scheduler.record_finished(ticket, version)
         if end == "filtered":
-            self.scheduler.filtered(ticket)
+            self.scheduler.record_filtered(ticket)
         if end == "finished":
             self.finished.add(ticket)
             self.take_stale()
@@ -67,25 +67,25 @@ class ScheduleMachine(RuleBasedStateMachine):
     def can_train(self) -> bool:
         """Steps between syncs are at most S + 1, as the settings demand."""
         is_synced = self.scheduler.num_trained_steps - self.scheduler.version <= self.limits.max_staleness_steps
-        return is_synced and not self.is_whole() and self.scheduler.next_batch() is not None
+        return is_synced and not self.is_whole() and self.scheduler.get_next_batch() is not None
 
     @precondition(can_train)
     @rule()
     def train(self) -> None:
-        batch = self.scheduler.next_batch()
+        batch = self.scheduler.get_next_batch()
         assert batch is not None and len(set(batch)) == self.limits.groups_per_step and self.finished.issuperset(batch)
-        assert batch == self.scheduler.next_batch(), "asking changes nothing"
+        assert batch == self.scheduler.get_next_batch(), "asking changes nothing"
         if self.limits.order == "exact":
             assert batch == sorted(self.running.keys() | self.finished | self.queued)[: len(batch)]
         assert min(map(self.scheduler.age, batch)) >= 0
         assert max(map(self.scheduler.age, batch)) <= self.limits.max_staleness_steps
-        self.scheduler.trained(batch)
+        self.scheduler.record_trained(batch)
         self.finished.difference_update(batch)
         self.trained.update(batch)
         self.take_stale()
 
     def take_stale(self) -> None:
-        for ticket in self.scheduler.take_stale():
+        for ticket in self.scheduler.requeue_stale():
             assert ticket not in self.restarted, "begun anew a second time"
             assert ticket in self.finished or ticket in self.running
             self.restarted.add(ticket)
@@ -96,7 +96,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.version < self.scheduler.num_trained_steps)
     @rule()
     def sync(self) -> None:
-        self.scheduler.synced(self.scheduler.num_trained_steps)
+        self.scheduler.record_synced(self.scheduler.num_trained_steps)
 
     @precondition(lambda self: self.scheduler.version == self.scheduler.num_trained_steps)
     @rule()
@@ -131,8 +131,8 @@ class ScheduleMachine(RuleBasedStateMachine):
     @invariant()
     def something_can_happen(self) -> None:
         is_behind = self.scheduler.version < self.scheduler.num_trained_steps
-        can_go_on = self.running or self.scheduler.may_start() or is_behind or self.can_train() or self.is_whole()
-        assert can_go_on, f"{self.scheduler.why_not_started()}; {self.scheduler.why_no_batch()}"
+        can_go_on = self.running or self.scheduler.can_start() or is_behind or self.can_train() or self.is_whole()
+        assert can_go_on, f"{self.scheduler.describe_why_not_started()}; {self.scheduler.describe_why_no_batch()}"
 
     def teardown(self) -> None:
         """Everything that is under way finishes, oldest last, and the run comes to its end."""
@@ -144,15 +144,15 @@ class ScheduleMachine(RuleBasedStateMachine):
             self.sync()
             self.start(100)
             for ticket in sorted(self.running, reverse=True):
-                if self.scheduler.next_batch() is None:
+                if self.scheduler.get_next_batch() is None:
                     self.running.pop(ticket)
-                    self.scheduler.finished(ticket)
+                    self.scheduler.record_finished(ticket)
                     self.finished.add(ticket)
                     self.take_stale()
             if self.can_train():
                 self.train()
             self.each_ticket_is_in_one_place()
-        assert self.is_whole(), f"{self.scheduler.why_not_started()}; {self.scheduler.why_no_batch()}"
+        assert self.is_whole(), f"{self.scheduler.describe_why_not_started()}; {self.scheduler.describe_why_no_batch()}"
 
 
 ScheduleMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -105,7 +105,7 @@ def sandboxed(bench: Bench, settings: Settings) -> Any:
         patch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
         patch.setattr(backends, "_found", {})
         with pytest.raises(InfraError):
-            harness.sandbox()
+            harness.create_sandbox()
         return Path(folder, "asked").read_text()
 
 

@@ -394,7 +394,7 @@ def half_updates_go_on(monkeypatch):
 
 
 def repeated_buckets_are_taken(monkeypatch):
-    monkeypatch.setattr(weights.WeightReceiver, "_take_turn", lambda *_: None)
+    monkeypatch.setattr(weights.WeightReceiver, "_check_order", lambda *_: None)
     monkeypatch.setattr(weights.WeightReceiver, "finish", lambda *_: None)
 
 

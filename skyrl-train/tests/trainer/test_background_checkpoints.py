@@ -122,7 +122,7 @@ def test_journal_is_compacted_after_checkpoint_completes(
     journal.
     """
     cfg = settings(tmp_path, {"trainer": asynchronous() | IN_BACKGROUND | {"ckpt_interval": 2}})
-    original, kept = RolloutJournal.shorten, list[tuple[list[str], list[int]]]()
+    original, kept = RolloutJournal.compact, list[tuple[list[str], list[int]]]()
 
     def shorten(journal: RolloutJournal) -> None:
         complete = steps_of_checkpoints(cfg)
@@ -130,7 +130,7 @@ def test_journal_is_compacted_after_checkpoint_completes(
         lines = [json.loads(line) for line in journal.path.read_text().splitlines()]
         kept.append((complete, [line["batch"] for line in lines if "batch" in line]))
 
-    monkeypatch.setattr(RolloutJournal, "shorten", shorten)
+    monkeypatch.setattr(RolloutJournal, "compact", shorten)
     run(cfg)
     assert [complete for complete, _ in kept] == [["global_step_2"], ["global_step_2", "global_step_3"]]
     assert kept[0][1] == [3], "step 3 had begun when the checkpoint of step 2 was complete"

@@ -176,7 +176,7 @@ def test_data_source_selects_teacher(distil: Distil, teacher: str, tmp_path: Pat
     experiment = DistillationExp(cfg)
     trainer = DistillationTrainer.__new__(DistillationTrainer)
     trainer.cfg, trainer.train_dataset = experiment.cfg, experiment.train_dataset
-    assert [trainer._teacher_of(uid) for uid in ("0", "1", "2#2", "3#2")] == ["main", "other", "main", "other"]
+    assert [trainer._get_teacher(uid) for uid in ("0", "1", "2#2", "3#2")] == ["main", "other", "main", "other"]
     assert len(metrics_of(cfg)) == 2
 
 

@@ -9,8 +9,8 @@ import torch
 
 from skyrl_train.config import DynamicSamplingConfig
 from skyrl_train.errors import SkyRLError
-from skyrl_train.rollouts.dynamic_sampling import sample_batch, with_unique_uids
-from skyrl_train.rollouts.filters import scores
+from skyrl_train.rollouts.dynamic_sampling import make_uids_unique, sample_batch
+from skyrl_train.rollouts.filters import get_scores
 from skyrl_train.rollouts.types import Failure, RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup, TrajectoryID
 
 Groups = Mapping[str, Sequence[float | None]]
@@ -111,7 +111,7 @@ def test_replace_resamples_batch_when_too_few_groups_are_informative():
 
 def test_group_with_failures_is_scored_by_successful_samples():
     batch = batch_of({"a": [None, 1, 1], "b": [None, 0, 1], "c": [None, None, 1], "d": [None, None, None]})
-    assert [scores(group) for group in batch.groups] == [[None, 1, 1], [None, 0, 1], [None] * 3, [None] * 3]
+    assert [get_scores(group) for group in batch.groups] == [[None, 1, 1], [None, 0, 1], [None] * 3, [None] * 3]
     kept = run([{"a": [None, 1, 1], "b": [None, 0, 1], "c": [None, None, 1]}], 1, type="filter")
     assert uids_of(kept) == ["b"]
 
@@ -119,6 +119,6 @@ def test_group_with_failures_is_scored_by_successful_samples():
 def test_repeated_prompt_within_step_gets_unique_uid():
     seen: set[str] = set()
     rows = [{"uid": "a", "prompt": 1}, {"uid": "b", "prompt": 2}]
-    assert with_unique_uids(rows, seen) == rows
-    assert [row["uid"] for row in with_unique_uids(rows, seen)] == ["a#2", "b#2"]
-    assert [row["uid"] for row in with_unique_uids(rows, seen)] == ["a#3", "b#3"]
+    assert make_uids_unique(rows, seen) == rows
+    assert [row["uid"] for row in make_uids_unique(rows, seen)] == ["a#2", "b#2"]
+    assert [row["uid"] for row in make_uids_unique(rows, seen)] == ["a#3", "b#3"]

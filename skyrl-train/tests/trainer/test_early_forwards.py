@@ -89,7 +89,7 @@ def test_run_with_early_forwards_is_bitwise_equal_to_run_without(
     rows = run(early)
     assert sum(row["generate/forward_seconds"] for row in rows) > 0
     num_early = len(forwards)
-    monkeypatch.setattr(RayPPOTrainer, "_computes_early", lambda *_: False)
+    monkeypatch.setattr(RayPPOTrainer, "_can_compute_early", lambda *_: False)
     late = settings(tmp_path / "late", changes)
     assert all("generate/forward_seconds" not in row for row in run(late))
     assert_equal_runs(early, late)

@@ -17,21 +17,21 @@ def encoded(new: np.ndarray, base: np.ndarray) -> bytes:
 
 def test_gaps_are_relative_to_previous_position_with_escape_at_255():
     positions = np.array([0, 1, 255, 256 + 255, 2000])
-    gaps = delta._gaps(positions)
+    gaps = delta._encode_gaps(positions)
     assert gaps.tolist() == [1, 1, 254, 255, 1, *[255] * 5, 214]
-    assert delta._positions(gaps).tolist() == positions.tolist()
+    assert delta._decode_gaps(gaps).tolist() == positions.tolist()
 
 
 def test_gap_of_255_ends_with_zero_byte():
-    assert delta._gaps(np.array([254])).tolist() == [255, 0]
-    assert delta._positions(np.array([255, 0], dtype=np.uint8)).tolist() == [254]
+    assert delta._encode_gaps(np.array([254])).tolist() == [255, 0]
+    assert delta._decode_gaps(np.array([255, 0], dtype=np.uint8)).tolist() == [254]
 
 
 def test_differences_are_encoded_with_sign_last_and_low_bytes_first():
     differences = np.array([0, -1, 1, -2, 2, -32768, 32767], dtype=np.int16)
-    planes = delta._planes(differences)
+    planes = delta._encode_planes(differences)
     assert planes.tolist() == [[0, 1, 2, 3, 4, 255, 254], [0, 0, 0, 0, 0, 255, 255]]
-    assert delta._from_planes(planes.reshape(-1), np.dtype(np.int16)).tolist() == differences.tolist()
+    assert delta._decode_planes(planes.reshape(-1), np.dtype(np.int16)).tolist() == differences.tolist()
 
 
 @settings(deadline=None, max_examples=150)

@@ -27,13 +27,13 @@ from skyrl_train.generators.base import (
     GeneratorInterface,
     GeneratorOutput,
     TrajectoryID,
-    trajectory_ids_of,
+    get_trajectory_ids,
 )
-from skyrl_train.generators.sampling import episode_seed
+from skyrl_train.generators.sampling import compute_episode_seed
 from skyrl_train.inference_engines.base import GenerationRequest, InferenceEngineInterface
 from skyrl_train.rollouts.adapter import to_generator_output
-from skyrl_train.rollouts.metrics import token_metrics
-from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, grouped
+from skyrl_train.rollouts.metrics import compute_token_metrics
+from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, group_trajectories
 
 __all__ = ["BACKEND", "SkyRLAgentGenerator", "SkyRLBackend"]
 
@@ -144,9 +144,9 @@ class SkyRLAgentGenerator(GeneratorInterface):
             ConfigError: an invalid setting found by a trajectory, or an unavailable service.
             WorkerError: the engines failed permanently.
         """
-        ids = trajectory_ids_of(input_batch)
+        ids = get_trajectory_ids(input_batch)
         metadata = input_batch.get("batch_metadata")
-        seed = episode_seed(self.generator_cfg.seed, metadata, TrajectoryID("agents", 0))
+        seed = compute_episode_seed(self.generator_cfg.seed, metadata, TrajectoryID("agents", 0))
         work = self.runner.rows(
             build_instance_rows(input_batch),
             val_mode=metadata is not None and metadata.training_phase == "eval",
@@ -199,7 +199,7 @@ class SkyRLAgentGenerator(GeneratorInterface):
 def build_instance_rows(batch: GeneratorInput) -> list[Row]:
     """Return one row per instance, with `prompt` and `env_class`, which the dataset had split off, restored."""
     num = len(batch["prompts"])
-    ids = trajectory_ids_of(batch)
+    ids = get_trajectory_ids(batch)
     extras = batch.get("env_extras") or [{} for _ in range(num)]
     firsts = [next(group)[0] for _, group in groupby(enumerate(ids), key=lambda item: item[1].instance_id)]
     return [{**(extras[i] or {}), "prompt": batch["prompts"][i], "env_class": batch["env_classes"][i]} for i in firsts]
@@ -227,7 +227,7 @@ def build_rollout_batch(rows: TrainingRows, ids: Sequence[TrajectoryID] | None =
         Trajectory(id_, samples[number], rows.finish_reasons[number], _convert_failure(rows, number), is_step_wise=True)
         for number, id_ in enumerate(ids)
     ]
-    return RolloutBatch(grouped(trajectories), rows.rollout_metrics | token_metrics(trajectories))
+    return RolloutBatch(group_trajectories(trajectories), rows.rollout_metrics | compute_token_metrics(trajectories))
 
 
 def _sample(rows: TrainingRows, row: int) -> TrainingSample:

@@ -18,7 +18,7 @@ UNREACHABLE, NOT_STARTED = 97, 127
 def main(path: str, port: str, *command: str) -> int:
     """Forward while the command runs. Return the exit status."""
     try:
-        _connected(path).close()
+        _open_connection(path).close()
     except OSError as error:
         print(f"the endpoint's socket cannot be reached: {error}", file=sys.stderr)
         return UNREACHABLE
@@ -32,7 +32,7 @@ def main(path: str, port: str, *command: str) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _connected(path: str) -> socket.socket:
+def _open_connection(path: str) -> socket.socket:
     far = socket.socket(socket.AF_UNIX)
     far.connect(path)
     return far
@@ -43,7 +43,7 @@ def _accept(server: socket.socket, path: str) -> None:
         near, _ = server.accept()
         near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            far = _connected(path)
+            far = _open_connection(path)
         except OSError:  # the endpoint is closing: the client sees a closed connection
             near.close()
             continue

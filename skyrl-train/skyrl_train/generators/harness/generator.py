@@ -27,26 +27,33 @@ from skyrl_train.generators.base import (
     GeneratorInterface,
     GeneratorOutput,
     TrajectoryID,
+    get_trajectory_ids,
     report_groups,
-    trajectory_ids_of,
 )
 from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded
-from skyrl_train.generators.harness.run import KINDS, Attempt, Harness, end_of, harness_failure, load_function
+from skyrl_train.generators.harness.run import (
+    KINDS,
+    Attempt,
+    Harness,
+    get_output_end,
+    load_function,
+    make_harness_failure,
+)
 from skyrl_train.generators.harness.task import (
     TASK_FOLDER,
     HarnessTask,
     check_prompt,
     check_row,
     check_task_fits,
-    last_text,
+    get_last_text,
 )
-from skyrl_train.generators.recorded import recorded_metrics, recorded_trajectory
-from skyrl_train.generators.sampling import get_sampling_params, request_seed
+from skyrl_train.generators.recorded import build_recorded_trajectory, compute_recorded_metrics
+from skyrl_train.generators.sampling import compute_request_seed, get_sampling_params
 from skyrl_train.generators.sessions import announced
 from skyrl_train.inference_engines.base import InferenceEngineInterface, SamplingKeywords
 from skyrl_train.rollouts.adapter import to_generator_output
-from skyrl_train.rollouts.metrics import rollout_metrics
-from skyrl_train.rollouts.types import RolloutBatch, Trajectory, grouped
+from skyrl_train.rollouts.metrics import compute_rollout_metrics
+from skyrl_train.rollouts.types import RolloutBatch, Trajectory, group_trajectories
 from skyrl_train.utils.async_blocks import raise_first_error
 from skyrl_train.utils.progress import ANSWERS, progress
 
@@ -113,11 +120,11 @@ class HarnessGenerator(GeneratorInterface):
             try:
                 check_row(row, with_grade=harness.grader is None)
                 check_prompt(row.get("prompt"))
-                check_task_fits(harness.command or (), last_text(row.get("prompt")))
+                check_task_fits(harness.command or (), get_last_text(row.get("prompt")))
             except ValueError as error:
                 raise ConfigError(f"row {number} of {setting}: {error}") from error
         try:
-            self._harness("").sandbox()
+            self._harness("").create_sandbox()
         except InfraError as error:
             raise ConfigError(f"generator.harness.sandbox={harness.sandbox} does not work here: {error}") from error
 
@@ -135,24 +142,24 @@ class HarnessGenerator(GeneratorInterface):
         prompts, metadata = input_batch["prompts"], input_batch.get("batch_metadata")
         params = input_batch.get("sampling_params") or get_sampling_params(self.generator_cfg.sampling_params)
         extras = input_batch.get("env_extras") or [{} for _ in prompts]
-        sessions = [(name, _new_session()) for name in trajectory_ids_of(input_batch)]
+        sessions = [(name, _create_session_name()) for name in get_trajectory_ids(input_batch)]
         graded_ends: dict[str, Failure] = {}
         async with self._endpoint.serve() as endpoint:
             with raise_first_error(), announced(self._client, sessions):
                 async with asyncio.TaskGroup() as group:
                     tasks = [
                         group.create_task(
-                            self._trajectory(
+                            self._generate_trajectory(
                                 endpoint, prompt, extra or {}, params, name, session, metadata, graded_ends
                             )
                         )
                         for prompt, extra, (name, session) in zip(prompts, extras, sessions, strict=True)
                     ]
                     if (on_group := input_batch.get("on_group")) is not None:
-                        report_groups(tasks, input_batch, lambda own: on_group(*grouped(own)))
-        return self._batch([task.result() for task in tasks], list(graded_ends.values()))
+                        report_groups(tasks, input_batch, lambda own: on_group(*group_trajectories(own)))
+        return self._build_batch([task.result() for task in tasks], list(graded_ends.values()))
 
-    async def _trajectory(
+    async def _generate_trajectory(
         self,
         endpoint: Endpoint,
         prompt: "ConversationType",
@@ -166,10 +173,10 @@ class HarnessGenerator(GeneratorInterface):
         """Generate a trajectory, restarted in a new session after an infrastructure failure. If it is graded although
         its program crashed, its end is added to `graded_ends`."""
         began, num_retries = time.time(), 0
-        rules = self._rules(params, name, metadata)
+        rules = self._get_rules(params, name, metadata)
         while True:
             with waiting("a harness", who=f"sample {name.to_string()}"):
-                attempt = await self._attempt(endpoint, prompt, row, session, rules)
+                attempt = await self._run_attempt(endpoint, prompt, row, session, rules)
             failed = attempt.failure is not None
             if failed:
                 await self._raise_if_engines_died()
@@ -177,15 +184,15 @@ class HarnessGenerator(GeneratorInterface):
             if not again or num_retries >= self.generator_cfg.max_rollout_retries:
                 break
             await asyncio.sleep(_RETRY_SECONDS * 2**num_retries)
-            num_retries, session = num_retries + 1, _new_session()
+            num_retries, session = num_retries + 1, _create_session_name()
         progress.advance(ANSWERS)
         if attempt.graded_end is not None:
             graded_ends[name.to_string()] = attempt.graded_end
         temperature = None if params.get("temperature") is None else float(params["temperature"])
-        trajectory = recorded_trajectory(attempt.record, attempt.reward, name, temperature, attempt.failure)
-        return _described(trajectory, attempt, num_retries, (began, time.time()))
+        trajectory = build_recorded_trajectory(attempt.record, attempt.reward, name, temperature, attempt.failure)
+        return _describe(trajectory, attempt, num_retries, (began, time.time()))
 
-    async def _attempt(
+    async def _run_attempt(
         self, endpoint: Endpoint, prompt: "ConversationType", row: dict[str, Any], session: str, rules: SessionRules
     ) -> Attempt:
         endpoint.recorder.begin(session, rules)
@@ -199,10 +206,10 @@ class HarnessGenerator(GeneratorInterface):
                 task = HarnessTask(
                     prompt=prompt,
                     row=row,
-                    base_url=harness.base_url(endpoint.server.session_url(session)),
+                    base_url=harness.get_base_url(endpoint.server.session_url(session)),
                     api_key=endpoint.server.session_key(session),
                     model=endpoint.model,
-                    sandbox=harness.sandbox(folder),
+                    sandbox=harness.create_sandbox(folder),
                     deadline_seconds=self.generator_cfg.harness.deadline_seconds,
                     folder=folder if self.generator_cfg.harness.sandbox == "process" else TASK_FOLDER,
                 )
@@ -212,21 +219,21 @@ class HarnessGenerator(GeneratorInterface):
             except RolloutError as error:
                 return Attempt(close(), failure=Failure(error.kind, str(error)))
             try:
-                return await self._threads.call(harness.attempt, task, close)
+                return await self._threads.call(harness.run_attempt, task, close)
             except DeadlineExceeded as error:
-                return Attempt(close(), failure=harness_failure("hung", f"it could not be ended: it {error}"))
+                return Attempt(close(), failure=make_harness_failure("hung", f"it could not be ended: it {error}"))
             finally:
                 close()  # what is left of a cancelled one
                 await asyncio.to_thread(_close, task.sandbox)
 
-    def _rules(self, params: SamplingKeywords, name: TrajectoryID, metadata: BatchMetadata | None) -> SessionRules:
+    def _get_rules(self, params: SamplingKeywords, name: TrajectoryID, metadata: BatchMetadata | None) -> SessionRules:
         cfg = self.generator_cfg
         seed = params.get("seed", cfg.seed)
         by_trainer = cfg.harness.sampling == "trainer"
         return SessionRules(
             sampling={key: params[key] for key in _SAMPLING if key in params} if by_trainer else {},
             ignored=_OTHER_DISTRIBUTIONS if by_trainer else (),
-            seed_of_turn=(lambda turn: request_seed(seed, metadata, name, turn)) if by_trainer else None,
+            seed_of_turn=(lambda turn: compute_request_seed(seed, metadata, name, turn)) if by_trainer else None,
             max_turns=cfg.harness.max_turns,
             max_tokens=cfg.harness.max_tokens,
             max_tokens_per_turn=params.get("max_tokens"),
@@ -242,9 +249,9 @@ class HarnessGenerator(GeneratorInterface):
         except Exception as error:  # an engine that is being restarted; the failure is recorded already
             logger.warning(f"a harness failed while an engine is not well: {error}")
 
-    def _batch(self, trajectories: list[Trajectory], graded_ends: list[Failure]) -> RolloutBatch:
+    def _build_batch(self, trajectories: list[Trajectory], graded_ends: list[Failure]) -> RolloutBatch:
         is_each_crashed = len(graded_ends) == len(trajectories) and not any(each.reward for each in trajectories)
-        if graded_ends and is_each_crashed and len(grouped(trajectories)) == 1:
+        if graded_ends and is_each_crashed and len(group_trajectories(trajectories)) == 1:
             # One prompt (fully asynchronous runs generate them one by one): the policy may have caused it, and must not
             # take its own bad grades away.
             logger.warning("all {} programs of a prompt crashed: {}", len(trajectories), graded_ends[0].message)
@@ -257,12 +264,14 @@ class HarnessGenerator(GeneratorInterface):
             logger.warning(
                 "{} of {} harnesses failed; the first: {}", len(failures), len(trajectories), failures[0].message
             )
-        ends = Counter(map(end_of, [*failures, *graded_ends]))
-        metrics = rollout_metrics(trajectories) | recorded_metrics(trajectories)
-        return RolloutBatch(grouped(trajectories), metrics | {f"harness/num_{end}": float(ends[end]) for end in KINDS})
+        ends = Counter(map(get_output_end, [*failures, *graded_ends]))
+        metrics = compute_rollout_metrics(trajectories) | compute_recorded_metrics(trajectories)
+        return RolloutBatch(
+            group_trajectories(trajectories), metrics | {f"harness/num_{end}": float(ends[end]) for end in KINDS}
+        )
 
 
-def _new_session() -> str:
+def _create_session_name() -> str:
     """Return an unguessable name, so that a harness has access only to the URL and key of its trajectory."""
     return secrets.token_hex(8)
 
@@ -275,7 +284,7 @@ def _close(sandbox: Sandbox) -> None:
         logger.warning(f"the sandbox of a harness could not be closed, and is left to the end of this process: {error}")
 
 
-def _described(trajectory: Trajectory, attempt: Attempt, num_retries: int, span: tuple[float, float]) -> Trajectory:
+def _describe(trajectory: Trajectory, attempt: Attempt, num_retries: int, span: tuple[float, float]) -> Trajectory:
     stop_reason = trajectory.stop_reason
     if attempt.failure is None and attempt.record.used_up is not None:
         stop_reason = "length"

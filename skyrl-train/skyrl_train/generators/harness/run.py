@@ -19,7 +19,7 @@ from skyrl_train.generators.harness.task import (
     TASK_FOLDER,
     HarnessTask,
     check_row,
-    checked_reward,
+    convert_reward,
     grade_workspace,
     write_files,
 )
@@ -56,11 +56,11 @@ CAUSED_BY_POLICY: tuple[HarnessEnd, ...] = ("crashed", "limit")
 """Ends that commands of the model can cause: graded where the model has answered."""
 
 
-def end_of(failure: Failure) -> str:
+def get_output_end(failure: Failure) -> str:
     return failure.message.removeprefix("harness ").partition(":")[0]
 
 
-def harness_failure(end: HarnessEnd, message: str) -> Failure:
+def make_harness_failure(end: HarnessEnd, message: str) -> Failure:
     return Failure(KINDS[end], f"harness {end}: {message}")
 
 
@@ -90,7 +90,7 @@ class Harness:
     grader: Callable[[HarnessTask, Any], Any] | None
     socket_path: str
 
-    def sandbox(self, folder: str | None = None) -> Sandbox:
+    def create_sandbox(self, folder: str | None = None) -> Sandbox:
         """Create a sandbox for one trajectory without starting it. Raises InfraError if no sandbox works on this
         machine.
 
@@ -108,11 +108,11 @@ class Harness:
         visible |= {} if folder is None else {TASK_FOLDER: folder}
         return make_sandbox(self.cfg.sandbox, limits=limits, visible=visible, image=self.cfg.image, pull=self.cfg.pull)
 
-    def _new_sandbox(self, limits: Limits) -> Sandbox:
+    def _create_grading_sandbox(self, limits: Limits) -> Sandbox:
         """Create a sandbox for grading, without the endpoint, the visible folders and the agent's files."""
         return make_sandbox(self.cfg.sandbox, limits=limits, image=self.cfg.image, pull=self.cfg.pull)
 
-    def base_url(self, outside: str) -> str:
+    def get_base_url(self, outside: str) -> str:
         """Return the endpoint's URL for a harness.
 
         Args:
@@ -122,7 +122,7 @@ class Harness:
             return outside
         return f"http://127.0.0.1:{PORT}/s/{outside.partition('/s/')[2]}"
 
-    def attempt(self, task: HarnessTask, close: "Callable[[], SessionRecord]") -> Attempt:
+    def run_attempt(self, task: HarnessTask, close: "Callable[[], SessionRecord]") -> Attempt:
         """Run the harness in the task's sandbox and grade the resulting workspace.
 
         Args:
@@ -140,7 +140,7 @@ class Harness:
             with task.sandbox:
                 write_files(task.sandbox, task.row.get("files"))
                 output, printed, failure = self._run(task)
-                failure, graded_end = _judged(record(), failure)
+                failure, graded_end = _check_outcome(record(), failure)
                 if failure is not None:
                     return Attempt(record(), failure=failure, output=printed)
                 reward = self._grade(task, output)
@@ -160,54 +160,58 @@ class Harness:
             return self._run_command(task)
         deadline = f"generator.harness.deadline_seconds={self.cfg.deadline_seconds:g}"
         try:
-            return call_before_deadline(self.cfg.deadline_seconds, _called, self.function, task), None, None
+            return call_before_deadline(self.cfg.deadline_seconds, _call_function, self.function, task), None, None
         except DeadlineExceeded:
-            return None, None, harness_failure("hung", f"{self.cfg.function} did not return within {deadline}")
+            return None, None, make_harness_failure("hung", f"{self.cfg.function} did not return within {deadline}")
         except InfraError:
             raise
         except Exception as error:  # the user's code may raise anything; it becomes the trajectory's failure
-            return None, None, harness_failure("error", f"{self.cfg.function} raised {type(error).__name__}: {error}")
+            return (
+                None,
+                None,
+                make_harness_failure("error", f"{self.cfg.function} raised {type(error).__name__}: {error}"),
+            )
 
     def _run_command(self, task: HarnessTask) -> tuple[str, str | None, Failure | None]:
         assert self.cfg.command is not None
-        env = task.environment() | self.cfg.env
+        env = task.build_environment() | self.cfg.env
         try:
-            words = task.command(self.cfg.command)
+            words = task.build_command(self.cfg.command)
             if self.cfg.sandbox != "process":
                 words = [task.sandbox.python, "-I", "-S", "-c", _FORWARDER, SOCKET, str(PORT), *words]
             process = task.sandbox.popen(words, env=env)
         except ValueError as error:  # what no system can start: a zero byte or a megabyte in an argument
-            return "", None, harness_failure("crashed", f"the command cannot be started: {error}")
+            return "", None, make_harness_failure("crashed", f"the command cannot be started: {error}")
         process.stdin.close()
-        output = _last_of(process.stdout, task.sandbox.limits.output_bytes)
+        output = _read_last(process.stdout, task.sandbox.limits.output_bytes)
         result = process.wait(_FURTHER_SECONDS)
         parts = (part.strip()[-_PRINTED_CHARACTERS:] for part in (output, result.stderr))
-        return output, "\n".join(filter(None, parts)), self._failure_of(result, output)
+        return output, "\n".join(filter(None, parts)), self._find_failure(result, output)
 
-    def _failure_of(self, result: ExecResult, output: str) -> Failure | None:
+    def _find_failure(self, result: ExecResult, output: str) -> Failure | None:
         if result.ok:
             return None
         said = (result.stderr.strip() or output.strip())[-_LAST_WORDS:]
         if result.outcome == "wall_time":
             deadline = f"generator.harness.deadline_seconds={self.cfg.deadline_seconds:g}"
-            return harness_failure("hung", f"it was ended after {deadline}; its last words: {said}")
+            return make_harness_failure("hung", f"it was ended after {deadline}; its last words: {said}")
         if result.outcome != "exited":
-            return harness_failure("limit", f"it was ended by the sandbox's limit of {result.outcome}: {said}")
+            return make_harness_failure("limit", f"it was ended by the sandbox's limit of {result.outcome}: {said}")
         if result.returncode == UNREACHABLE and self.cfg.sandbox != "process":
-            return harness_failure("unreachable", said)
+            return make_harness_failure("unreachable", said)
         if result.returncode == NOT_STARTED:
             said += f"\nIs {(self.cfg.command or [''])[0]!r} in the sandbox (generator.harness.visible, .image)?"
-        return harness_failure("crashed", f"exit status {result.returncode}: {said}")
+        return make_harness_failure("crashed", f"exit status {result.returncode}: {said}")
 
     def _grade(self, task: HarnessTask, output: Any) -> float:
         """Compute the reward. Raises RolloutError of kind `reward`, or InfraError."""
         if self.grader is None and task.row.get("grade"):
-            return grade_workspace(task, self.cfg.grade_seconds, self._new_sandbox)
+            return grade_workspace(task, self.cfg.grade_seconds, self._create_grading_sandbox)
         if self.grader is None:
-            return checked_reward(output, f"generator.harness.function={self.cfg.function} (there is no grader)")
+            return convert_reward(output, f"generator.harness.function={self.cfg.function} (there is no grader)")
         source = f"generator.harness.grader={self.cfg.grader}"
         try:
-            value = call_before_deadline(self.cfg.grade_seconds, _called, self.grader, task, output)
+            value = call_before_deadline(self.cfg.grade_seconds, _call_function, self.grader, task, output)
         except DeadlineExceeded:
             late = f"did not return within generator.harness.grade_seconds={self.cfg.grade_seconds:g}"
             raise RolloutError("reward", f"{source} {late}") from None
@@ -215,10 +219,10 @@ class Harness:
             raise
         except Exception as error:  # the user's code may raise anything; it becomes the trajectory's failure
             raise RolloutError("reward", f"{source} raised {type(error).__name__}: {error}") from error
-        return checked_reward(value, source)
+        return convert_reward(value, source)
 
 
-def _judged(record: "SessionRecord", failure: Failure | None) -> tuple[Failure | None, Failure | None]:
+def _check_outcome(record: "SessionRecord", failure: Failure | None) -> tuple[Failure | None, Failure | None]:
     """Return the failure of a trajectory, given its requests, and its end if it is graded nevertheless.
 
     If the budget was used up, this is the reason of the end, regardless of how the harness handled the refusal. A
@@ -231,15 +235,15 @@ def _judged(record: "SessionRecord", failure: Failure | None) -> tuple[Failure |
         message = f"{record.num_admitted} requests, none was answered in full"
         if not record.num_admitted:
             message = "it made no request that the endpoint accepted. Does it read OPENAI_BASE_URL and OPENAI_API_KEY?"
-        return harness_failure("no_answer", message + ("" if failure is None else f" ({failure.message})")), None
+        return make_harness_failure("no_answer", message + ("" if failure is None else f" ({failure.message})")), None
     if record.used_up:
         return None, None
-    if failure is not None and end_of(failure) in CAUSED_BY_POLICY:
+    if failure is not None and get_output_end(failure) in CAUSED_BY_POLICY:
         return None, failure
     return failure, None
 
 
-def _called(function: Callable[..., Any], *args: object) -> Any:
+def _call_function(function: Callable[..., Any], *args: object) -> Any:
     """Call a function; an asynchronous function runs in a separate event loop."""
     result = function(*args)
     if not inspect.isawaitable(result):
@@ -251,7 +255,7 @@ def _called(function: Callable[..., Any], *args: object) -> Any:
     return asyncio.run(awaited())
 
 
-def _last_of(stream: IO[bytes], num_bytes: int) -> str:
+def _read_last(stream: IO[bytes], num_bytes: int) -> str:
     """Read to the end and return the last part."""
     parts: deque[bytes] = deque()
     size = 0

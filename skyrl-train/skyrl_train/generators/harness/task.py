@@ -50,9 +50,9 @@ class HarnessTask:
     @property
     def text(self) -> str:
         """Text of the last message of the prompt."""
-        return last_text(self.prompt)
+        return get_last_text(self.prompt)
 
-    def environment(self) -> dict[str, str]:
+    def build_environment(self) -> dict[str, str]:
         """Return the environment variables of a command, including the variables read by the SDKs of OpenAI and
         Anthropic. A text too long for a variable is only in its file."""
         texts = {"SKYRL_TASK": self.text, "SKYRL_MESSAGES": json.dumps(self.prompt)}
@@ -65,7 +65,7 @@ class HarnessTask:
             "SKYRL_MODEL": self.model,
             "SKYRL_TASK_FILE": f"{self.folder}/task.txt",
             "SKYRL_MESSAGES_FILE": f"{self.folder}/messages.json",
-            **{name: text for name, text in texts.items() if _fits(f"{name}={text}")},
+            **{name: text for name, text in texts.items() if _is_short_enough(f"{name}={text}")},
         }
 
     def write_texts(self, folder: str) -> None:
@@ -88,7 +88,7 @@ class HarnessTask:
             path.chmod(0o644)  # whatever the umask: a container's user is none of this machine's
         os.chmod(folder, 0o755)
 
-    def command(self, words: Sequence[str]) -> list[str]:
+    def build_command(self, words: Sequence[str]) -> list[str]:
         """Return a command line with `{task}`, `{task_file}`, `{model}`, `{base_url}` and `{api_key}` filled in.
 
         Raises:
@@ -110,14 +110,14 @@ class HarnessTask:
         return filled
 
 
-def last_text(prompt: ConversationType | None) -> str:
+def get_last_text(prompt: ConversationType | None) -> str:
     """Return the text of the last message; for a message with typed parts, the concatenated texts."""
     return text_of(prompt[-1]) if prompt else ""
 
 
 def check_prompt(prompt: ConversationType | None) -> None:
     """Check that a prompt can be passed to a harness as text and as JSON. Raises ValueError that names the location."""
-    for place in _places_without_json(prompt, "prompt"):
+    for place in _find_non_json_values(prompt, "prompt"):
         raise ValueError(f"{place} has no form in JSON, as which a harness gets its messages: make it text or a number")
     content = prompt[-1].get("content") if prompt else None
     if not isinstance(content, str | list | tuple | None):
@@ -126,21 +126,21 @@ def check_prompt(prompt: ConversationType | None) -> None:
         )
 
 
-def _places_without_json(value: object, place: str) -> Iterator[str]:
+def _find_non_json_values(value: object, place: str) -> Iterator[str]:
     if isinstance(value, dict):
         yield from (f"the key {key!r:.60} in {place}" for key in value if not isinstance(key, str | int | float | None))
         for key, inner in value.items():
-            yield from _places_without_json(inner, f"{place}.{key}")
+            yield from _find_non_json_values(inner, f"{place}.{key}")
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
-            yield from _places_without_json(inner, f"{place}[{number}]")
+            yield from _find_non_json_values(inner, f"{place}[{number}]")
     elif not isinstance(value, str | int | float | None):
         yield f"{place} ({type(value).__name__} {value!r:.60})"
 
 
 def check_task_fits(words: Sequence[str], text: str) -> None:
     """Check that `{task}` can be filled in. Raises ValueError with an alternative."""
-    if any("{task}" in word and not _fits(word.replace("{task}", text)) for word in words):
+    if any("{task}" in word and not _is_short_enough(word.replace("{task}", text)) for word in words):
         raise ValueError(
             f"the prompt's last message has {len(as_bytes(text))} bytes, too many for {{task}} in "
             f"generator.harness.command: the system's limit for a word is {MAX_WORD_BYTES}. Give the program "
@@ -148,7 +148,7 @@ def check_task_fits(words: Sequence[str], text: str) -> None:
         )
 
 
-def _fits(word: str) -> bool:
+def _is_short_enough(word: str) -> bool:
     return len(as_bytes(word)) <= MAX_WORD_BYTES
 
 
@@ -302,7 +302,7 @@ def _run_command(sandbox: Sandbox, grade: Mapping[str, Any], limits: Limits, is_
     return float(result.ok)
 
 
-def checked_reward(value: object, source: str) -> float:
+def convert_reward(value: object, source: str) -> float:
     """Convert a reward to float. Raises RolloutError if it is not a finite number."""
     # Of NumPy, too: a comparison of arrays, a mean in float32.
     if isinstance(value, Real | np.bool_) and math.isfinite(value):

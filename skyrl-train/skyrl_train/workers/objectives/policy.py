@@ -74,7 +74,7 @@ class PolicyObjective:
             parts["kl_loss"] = kl * algorithm.kl_loss_coef
             loss_metrics = {**loss_metrics, "policy_kl": kl}
         if self.distillation is not None and scores.candidates is not None:
-            divergence = _divergence(
+            divergence = _compute_divergence(
                 scores.candidates, micro_batch.tensor("teacher_log_probs"), mask, self.distillation
             )
             parts["distillation_loss"] = divergence * self.distillation.coef
@@ -91,7 +91,7 @@ class PolicyObjective:
         return loss, sums | {"num_tokens": float(mask.sum())}
 
 
-def _divergence(
+def _compute_divergence(
     student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor, settings: DistillationConfig
 ) -> torch.Tensor:
     """Compute the divergence [b, R] between student and teacher from log-probs [b, R, K]; 0 outside the mask."""
