@@ -129,7 +129,9 @@ def mask_uninformative_groups(
     if AdvantageEstimatorRegistry.get_requirements(algorithm.advantage_estimator).groups:
         masked_B |= _find_lone_rows(batch)
         metrics["loss/num_lone_samples"] = float(len(_get_prompts(uids, masked_B)))
-    zero_variance_B = find_zero_variance_rows(_filter_first_rows(batch, scores), uids, algorithm.zero_variance_filter_tol)
+    zero_variance_B = find_zero_variance_rows(
+        _filter_first_rows(batch, scores), uids, algorithm.zero_variance_filter_tol
+    )
     metrics["loss/zero_variance_share"] = len(_get_prompts(uids, zero_variance_B)) / len(set(uids))
     if algorithm.zero_variance_filter:
         masked_B |= zero_variance_B

@@ -84,7 +84,9 @@ def step_plan(cfg: SkyRLConfig, *, num_prompts: int | None = None) -> StepPlan:
     if trainer.algorithm.uses_reference_model:
         mini_batches["ref"] = None
     models = [
-        _build_model_plan(cfg, name, prompts, getattr(placement, f"{name}_world_size"), get_ranks_per_replica(cfg, name))
+        _build_model_plan(
+            cfg, name, prompts, getattr(placement, f"{name}_world_size"), get_ranks_per_replica(cfg, name)
+        )
         for name, prompts in mini_batches.items()
     ]
     num_steps = prompts_left_out = None

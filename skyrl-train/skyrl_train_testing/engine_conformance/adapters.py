@@ -67,8 +67,7 @@ def _make_prompts(subject: EngineUnderTest) -> list[list[int]]:
 def _check_own_log_probs(
     subject: EngineUnderTest, output: InferenceEngineOutput, adapter: _Adapter | None, version: int, what: str
 ) -> None:
-    """Check that log-probs equal the model with this adapter (None: the base model) and tokens have this version.
-    """
+    """Check that log-probs equal the model with this adapter (None: the base model) and tokens have this version."""
     log_probs = output["response_logprobs"]
     assert log_probs is not None
     for row, prompt in enumerate(_make_prompts(subject)):
