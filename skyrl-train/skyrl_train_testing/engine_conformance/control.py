@@ -221,7 +221,7 @@ async def check_sleep_during_requests(subject: EngineUnderTest) -> None:
 
 @check("sleep", "weight_update")
 async def check_deep_sleep(subject: EngineUnderTest) -> None:
-    """Log-probs equal the new weights' after sleep(2), wake_up(['weights']), a whole update and wake_up(['kv_cache'])."""
+    """Log-probs equal the new weights' after sleep(2), waking the weights, a whole update and waking the cache."""
     prompt = subject.prompt(12, seed=6)
     weights = subject.reference.changed(seed=5)
     await subject.in_time(subject.engine.sleep(2))

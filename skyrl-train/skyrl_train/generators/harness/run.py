@@ -174,9 +174,9 @@ class Harness:
 
     def _run_command(self, task: HarnessTask) -> tuple[str, str | None, Failure | None]:
         assert self.cfg.command is not None
-        env = task.build_environment() | self.cfg.env
+        env = task.environment() | self.cfg.env
         try:
-            words = task.build_command(self.cfg.command)
+            words = task.command(self.cfg.command)
             if self.cfg.sandbox != "process":
                 words = [task.sandbox.python, "-I", "-S", "-c", _FORWARDER, SOCKET, str(PORT), *words]
             process = task.sandbox.popen(words, env=env)

@@ -52,7 +52,7 @@ class HarnessTask:
         """Text of the last message of the prompt."""
         return get_last_text(self.prompt)
 
-    def build_environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """Return the environment variables of a command, including the variables read by the SDKs of OpenAI and
         Anthropic. A text too long for a variable is only in its file."""
         texts = {"SKYRL_TASK": self.text, "SKYRL_MESSAGES": json.dumps(self.prompt)}
@@ -88,7 +88,7 @@ class HarnessTask:
             path.chmod(0o644)  # whatever the umask: a container's user is none of this machine's
         os.chmod(folder, 0o755)
 
-    def build_command(self, words: Sequence[str]) -> list[str]:
+    def command(self, words: Sequence[str]) -> list[str]:
         """Return a command line with `{task}`, `{task_file}`, `{model}`, `{base_url}` and `{api_key}` filled in.
 
         Raises:
