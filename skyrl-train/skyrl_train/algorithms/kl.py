@@ -22,8 +22,9 @@ def compute_approx_kl(
 
         k1 = d          unbiased, high variance, may be negative
         abs = |d|
-        k2 = d^2 / 2    biased; has the gradient of the true KL k3 = exp(-d) - 1 + d    unbiased, never negative k3+ =
-        k3 + k2 - stop_gradient(k2), with stop_gradient(k3)    value of k3, gradient of k2 (straight-through)
+        k2 = d^2 / 2    biased; has the gradient of the true KL
+        k3 = exp(-d) - 1 + d    unbiased, never negative
+        k3+ = k3 + k2 - stop_gradient(k2), with stop_gradient(k3)    value of k3, gradient of k2 (straight-through)
 
     For k3 and k3+, d is kept within +-20 and the result within +-10, so that a single outlier cannot dominate the
     batch.
