@@ -48,7 +48,7 @@ class DeltaCache(Protocol):
         """Store the states after the pass."""
         ...
 
-    def get_delta_lengths(self) -> list[int] | None:
+    def delta_lengths(self) -> list[int] | None:
         """Return the number of non-padding tokens of each row of the pass; None: no padding."""
         ...
 
@@ -144,7 +144,7 @@ class DeltaNet:
         self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, cache: DeltaCache
     ) -> torch.Tensor:
         """Compute rows from their beginning, padded at the end, and store their states."""
-        lengths = cache.get_delta_lengths()
+        lengths = cache.delta_lengths()
         # A row starts here: states within a prompt are never stored, so none can be continued.
         assert lengths is not None and cache.get_delta_state(self._module.layer_idx) is None
         ends = torch.tensor(lengths, device=mixed.device)

@@ -23,7 +23,7 @@ class WeightReceiver:
     """
 
     def __init__(self, init_info: WeightSyncInitInfo, device: torch.device, process_index: int = 0):
-        self._create_reader: Reader = _create_reader(init_info, device, process_index)
+        self._reader: Reader = _create_reader(init_info, device, process_index)
         self._changes = DeltaDecoder(init_info.directory) if init_info.encoding == "delta" else None
         self._version: int | None = None  # of the open update
         self._next_index = 0
@@ -41,7 +41,7 @@ class WeightReceiver:
         self._check_order(request)
         if request.base_version is None:
             check_announced(request)
-        flat = self._create_reader.read(request)
+        flat = self._reader.read(request)
         bucket = split_bytes(request, flat) if self._changes is None else self._changes.receive(request, flat)
         # Counted after reading, so that errors name the missing bucket.
         self._next_index += 1
@@ -68,7 +68,7 @@ class WeightReceiver:
             self._changes.finish(version)
 
     def close(self) -> None:
-        self._create_reader.close()
+        self._reader.close()
         if self._changes is not None:
             self._changes.close()
 

@@ -379,4 +379,4 @@ def test_span_mask_matches_token_loop():
             while span < len(spans) and start >= spans[span][1]:
                 span += 1
             mask.append(int(span < len(spans) and spans[span][0] <= start and end <= spans[span][1]))
-        assert encoder._example("x" * 30, spans).mask == mask, (offsets, spans)
+        assert encoder._build_example("x" * 30, spans).mask == mask, (offsets, spans)

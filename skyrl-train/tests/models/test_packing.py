@@ -29,7 +29,7 @@ def test_token_is_predicted_by_previous_token_of_row():
 @pytest.mark.parametrize("lay_out", [pack_rows, pad_rows])
 def test_unpacked_values_match_tokens(lay_out):
     layout = lay_out(SEQUENCES, MASK, 2)
-    assert layout.place(layout.labels.float()).tolist() == [[12, 13], [23, 24], [0, 0]]
+    assert layout.scatter_scored(layout.labels.float()).tolist() == [[12, 13], [23, 24], [0, 0]]
 
 
 def test_hidden_states_are_indexed_and_receive_gradients():

@@ -210,7 +210,7 @@ def on_cuda(bench: Bench, settings: Settings) -> Any:
     done: list[str] = []
     worker: Any = PolicyWorker(config, PolicyLossRegistry.get("regular"), 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_module, "use_expandable_segments", lambda: done.append("expandable"))
+        patch.setattr(worker_module, "enable_expandable_segments", lambda: done.append("expandable"))
         patch.setattr(policy_worker_module, "start_monitor", lambda uuid: done.append("monitor"))
         patch.setattr(worker.backend, "join", lambda info: None)
         patch.setattr(worker.backend, "load_model", lambda: None)

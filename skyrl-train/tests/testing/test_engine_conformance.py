@@ -235,14 +235,14 @@ class SharesPromptsOfOlderWeights(NativeInferenceEngine):
 
 
 class SeedsByArrival(NativeInferenceEngine):
-    def _sampling(self, given):
+    def _parse_sampling(self, given):
         params, _ = super()._parse_sampling(given)
         self._num_unseeded += 1
         return params, (0, self._num_unseeded)
 
 
 class OneSeedForAll(NativeInferenceEngine):
-    def _sampling(self, given):
+    def _parse_sampling(self, given):
         return super()._parse_sampling(given)[0], (0, 0)
 
 

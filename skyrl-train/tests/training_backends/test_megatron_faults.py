@@ -57,7 +57,7 @@ def forgotten_norm(patch: pytest.MonkeyPatch) -> None:
     from skyrl_train.training_backends.megatron import weights
 
     right = weights.iter_entries
-    patch.setattr(weights, "entries", lambda sizes: (e for e in right(sizes) if e.names != ("model.norm.weight",)))
+    patch.setattr(weights, "iter_entries", lambda sizes: (e for e in right(sizes) if e.names != ("model.norm.weight",)))
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def deepspeed(*args: Any) -> "DeepSpeedBackend":
     """Build this rank's backend. Arguments: as for `TrainingBackend`."""
     # DeepSpeed selects its device at import, and would take any visible GPU.
-    os.environ.setdefault("DS_ACCELERATOR", args[0].trainer.placement.resolved_device())
+    os.environ.setdefault("DS_ACCELERATOR", args[0].trainer.placement.resolve_device())
     from skyrl_train.training_backends.deepspeed.backend import DeepSpeedBackend
 
     return DeepSpeedBackend(*args)
