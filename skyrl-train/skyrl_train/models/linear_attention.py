@@ -40,11 +40,11 @@ class DeltaState(NamedTuple):
 class DeltaCache(Protocol):
     """Cache of the states of running rows (`inference_engines/native/cache.py`)."""
 
-    def get_delta_state(self, layer: int) -> DeltaState | None:
+    def delta_state(self, layer: int) -> DeltaState | None:
         """Return the states of the rows of the next pass; None: rows start from the beginning."""
         ...
 
-    def store_delta_state(self, layer: int, state: DeltaState) -> None:
+    def put_delta_state(self, layer: int, state: DeltaState) -> None:
         """Store the states after the pass."""
         ...
 
@@ -146,7 +146,7 @@ class DeltaNet:
         """Compute rows from their beginning, padded at the end, and store their states."""
         lengths = cache.delta_lengths()
         # A row starts here: states within a prompt are never stored, so none can be continued.
-        assert lengths is not None and cache.get_delta_state(self._module.layer_idx) is None
+        assert lengths is not None and cache.delta_state(self._module.layer_idx) is None
         ends = torch.tensor(lengths, device=mixed.device)
         x, width = mixed.transpose(1, 2), self._module.conv1d.kernel_size[0]
         # Padding neither decays the state nor adds to it.
@@ -154,19 +154,19 @@ class DeltaNet:
         answer, recurrent = self._apply_rule(self._convolve(x), decay * real, beta * real, None)
         places = ends[:, None] + torch.arange(width - 1, device=x.device)  # in the row after W - 1 zeros
         before = F.pad(x, (width - 1, 0)).gather(2, places[:, None].expand(-1, x.shape[1], -1))
-        cache.store_delta_state(self._module.layer_idx, DeltaState(before, recurrent))
+        cache.put_delta_state(self._module.layer_idx, DeltaState(before, recurrent))
         return answer
 
     def _compute_next_token(
         self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, cache: DeltaCache
     ) -> torch.Tensor:
         """Compute one token of each row from its state: T = 1."""
-        state = cache.get_delta_state(self._module.layer_idx)
+        state = cache.delta_state(self._module.layer_idx)
         assert state is not None
         # The same convolution as over a prompt, so that both give the same numbers; its first outputs are unused.
         x = torch.cat([state.conv, mixed.transpose(1, 2)], dim=2)
         answer, recurrent = self._apply_rule(self._convolve(x)[:, :, -1:], decay, beta, state.recurrent)
-        cache.store_delta_state(self._module.layer_idx, DeltaState(x[:, :, 1:], recurrent))
+        cache.put_delta_state(self._module.layer_idx, DeltaState(x[:, :, 1:], recurrent))
         return answer
 
     def _convolve(self, x: torch.Tensor) -> torch.Tensor:
