@@ -1,15 +1,15 @@
 """Seconds and memory of writing, verifying and loading a checkpoint on two FSDP2 ranks: on a disk, in an object store,
-and beside the training.
+and in the background of training.
 
     python benchmarks/checkpoints.py --megabytes 2000
 
-A random Qwen3 in float32 with AdamW's moments: 12 bytes a parameter. The object store is moto's server on this machine,
-whose speed is not that of a real one. Prints a markdown table.
+A random Qwen3 in float32 with AdamW's moments: 12 bytes a parameter. The object store is moto's local server, which is
+not representative of a real one's speed. Prints a markdown table.
 
 - `verify`: by the driver, before ranks load: hashes of all files on a disk, in threads; sizes alone in an object store,
   where a machine verifies what it downloads (`load`).
 - `training waits`: seconds until the next step may begin. `complete`: until the checkpoint is there.
-- Peak memory is that of the rank which took most, above what it held before.
+- Peak memory: of the rank with the highest increase.
 """
 
 import argparse

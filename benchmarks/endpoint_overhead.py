@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/endpoint_overhead.py --protocol messages --stream
 
-Concurrent conversations, each with a session's key of its own, grow turn by turn over HTTP. The server's process is
+Concurrent conversations, each with a separate session key, grow turn by turn over HTTP. The server's process is
 measured twice, with the client elsewhere: with the native engine and an untrained model, and with an engine that
 returns as many tokens without computing. The second is what the endpoint costs, HTTP, templates, streams and recorder
 together. A larger model makes the share smaller.
@@ -41,14 +41,14 @@ PATHS = {"chat": "chat/completions", "messages": "messages", "responses": "respo
 
 
 class LongAnswers(NativeInferenceEngine):
-    """Native engine whose answers have as many tokens as they may."""
+    """Native engine with responses of maximal length."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
         return await super().generate(replace(request, sampling_params=request.sampling_params | {"ignore_eos": True}))
 
 
 class NoWork(PromptScriptEngine):
-    """Engine whose answers take no computation."""
+    """Engine that returns responses without computation."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
         count = request.sampling_params["max_tokens"]

@@ -4,7 +4,7 @@
     python benchmarks/engines.py --engines native vllm --batch-sizes 64 --turns 3
     python benchmarks/engines.py --quick                            # does it run at all
 
-Each engine runs behind our interface, in a process of its own with one thread and one core (the same core: they take
+Each engine runs behind our interface, in a separate process with one thread and one core (the same core: they take
 turns, so that whatever else the machine does affects all of them), with the same random Qwen3 of 3.3 million parameters
 in float32 and the same work: distinct random prompts, sampled at temperature 1, no end-of-sequence.
 

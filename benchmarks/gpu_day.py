@@ -1,4 +1,4 @@
-"""One GPU for ten minutes: is everything right there, how fast is it, and how much memory does it take? One JSON file.
+"""Correctness, speed and memory on one GPU within ten minutes, as one JSON file.
 
     python benchmarks/gpu_day.py --output gpu_day.json            # one CUDA device, under 8 minutes
     python benchmarks/gpu_day.py --device cpu --tiny              # the same code in under a minute
@@ -9,7 +9,7 @@ Ray, vLLM or network; models have random weights. Sections, each written to the 
 - `engine_checks`: the conformance kit on the native engine, against transformers on the CPU.
 - `backend_checks`: invariances of an optimizer step of FSDP2.
 - `grpo`: training steps of a model of 0.5 billion parameters: seconds of each part, tokens a second of generation and
-  training, weight sync, peak memory, log-probs of the engine against those of the trainer.
+  training, weight sync, peak memory, gap of log-probs between engine and trainer.
 - `engine_speed`: tokens a second of the native engine alone, by the number of requests.
 
 A section that fails has the end of its traceback in `error`; the exit status is 1 unless all sections are `ok`. After
@@ -259,9 +259,10 @@ SECTIONS: tuple[Callable[[Bench], dict[str, Any]], ...] = (machine, engine_check
 
 
 def model_folder(bench: Bench) -> str:
-    """Return the folder of the model, written at the first call: random weights, a word for each token.
+    """Return the folder of the model, which the first call writes: random weights, one word per token.
 
-    Of Qwen3's kind: beside a config of Qwen2, transformers loads the tokenizer as Qwen2's, which loses the words.
+    The architecture is Qwen3: with a Qwen2 config transformers would load Qwen2's tokenizer class, which drops the
+    words.
     """
     folder = bench.folder / "model"
     if folder.exists():

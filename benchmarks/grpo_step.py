@@ -1,4 +1,4 @@
-"""Samples per second of one whole GRPO step, ours beside TRL's, in turn: ours takes a step, then TRL, and again.
+"""Samples per second of a whole GRPO step, compared with TRL; steps are interleaved.
 
     python benchmarks/grpo_step.py --steps 10
 
@@ -6,8 +6,8 @@ A step is everything between two batches of prompts: generating, rewards, log-pr
 the optimizer, new weights in the engine, metrics and trajectories on disk. Ours is the real loop (`BasePPOExp`: policy
 ranks under FSDP2 and engines, each a Ray process of one thread), once on policy and once with trajectories of weights
 one step older (`trainer.fully_async`), which are generated while the ranks train. TRL is on policy and generates with
-transformers, in one or several processes of its own; the quickest way it was run counts. Prints a markdown table. TRL
-comes with the dependency group `bench`.
+transformers, in one or several separate processes; the fastest configuration counts. Prints a markdown table. TRL comes
+with the dependency group `bench`.
 """
 
 import argparse
@@ -80,7 +80,7 @@ class Work:
 
 
 def make_prompts(count: int, num_tokens: int) -> list[dict[str, Any]]:
-    """Rows of a dataset whose prompts are exactly so long under the chat template."""
+    """Return dataset rows with prompts of exactly this length under the chat template."""
     random_generator = random.Random(0)
     length = num_tokens - NUM_TEMPLATE_TOKENS
     texts = [" ".join(f"w{random_generator.randrange(400)}" for _ in range(length)) for _ in range(count)]
@@ -166,9 +166,9 @@ class MeasuredTrainer(RayPPOTrainer):
 
 
 class MeasuredAsyncTrainer(FullyAsyncRayPPOTrainer):
-    """The asynchronous trainer, with a watch from one step to the next. When a step ends, the groups of the next one
-    are finished and no other runs: each step has trained and generated one batch, and nothing goes on while it is the
-    others' turn."""
+    """Asynchronous trainer that measures step durations. When a step ends, the groups of the next one are finished and
+    no others run: each step trains and generates one batch, and the trainer is idle during the peers' steps.
+    """
 
     watch: Watch
 
@@ -314,11 +314,11 @@ PEER_SHAPES = {"1x1": PeerShape(1, 1), "1x2": PeerShape(1, 2), "2x1": PeerShape(
 
 
 class Peer:
-    """Steps of something else, in processes of its own, each when it is its turn.
+    """Steps of another trainer in separate processes, run on request.
 
     Args:
         process: called in each process with its connection, rank, and `arguments`; sends the seconds and CPU seconds of
-            each step that it is told to take, and a pair of any numbers when it is ready.
+            each requested step, and any pair of numbers when it is ready.
     """
 
     def __init__(self, name: str, num_processes: int, process: Callable[..., None], *arguments: Any):
@@ -444,7 +444,7 @@ def trl_config(shape: PeerShape, work: Work, num_steps: int, dtype: str, folder:
 
 @dataclass
 class Result:
-    """One number format and schedule: our steps and each peer's beside them, warm-up taken off."""
+    """Result of one number format and schedule: our steps and each peer's, without warm-up."""
 
     dtype: str
     schedule: Schedule
@@ -459,7 +459,7 @@ class Result:
 
 
 def measure(options: argparse.Namespace, dtype: str, folder: Path) -> list[Result]:
-    """Measure each schedule beside the same peers."""
+    """Measure each schedule together with the same peers."""
     schedules: list[Schedule] = [SCHEDULES[0]] if options.on_policy_alone else list(SCHEDULES)
     num_steps, work = options.warmup + options.steps, Work.of(options)
     peers: list[Peer] = []

@@ -68,7 +68,7 @@ class Setting:
     shape: tuple[int, int, int] = (128, 128, 2)
 
     def cfg(self, path: str) -> SkyRLConfig:
-        """Return the settings of a run whose model lies in a folder."""
+        """Return the settings of a run with the model in a folder."""
         prompt, response, rows = self.shape
         placement = {f"{self.role}_num_gpus_per_node": self.num_ranks}
         trainer: dict[str, Any] = {

@@ -1,8 +1,8 @@
-"""Queries per second of the retrieval server, and how long one waits: one client, requests of many queries, 64 clients.
+"""Throughput and latency of the retrieval server: one client, requests of many queries, 64 clients.
 
     python benchmarks/retrieval.py [--documents 20000] [--seconds 5]
 
-The server is a process of its own over documents made here (Zipf-distributed words, 60 a document); the clients are
+The server is a separate process over documents generated here (Zipf-distributed words, 60 a document); the clients are
 threads of this process, so they share its cores and are part of what is measured. BM25 makes its real index. The dense
 index has random vectors and a random model of the size of MiniLM (6 layers, width 384): as fast as real ones, since
 neither what it reads nor what it finds changes the work.

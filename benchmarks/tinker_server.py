@@ -53,7 +53,7 @@ PROTOBUF = "application/x-protobuf"
 
 @contextmanager
 def server(model: Path, folder: Path, *options: str) -> Iterator[tuple[str, psutil.Process]]:
-    """The server's URL and process, with default settings but those of `options`."""
+    """Yield URL and process of a server with default settings, changed by `options`."""
     log = folder / "server.log"
     command = [sys.executable, "-m", "tx.tinker.api", "--base-model", str(model), "--port", "0"]
     command += ["--state-dir", str(folder / "state"), "--checkpoints-base", str(folder / "checkpoints")]
@@ -86,7 +86,7 @@ class Client:
             return await answer.json()
 
     async def result(self, request_id: str) -> Any:
-        """Polls until it is there. Protobuf comes back as its bytes."""
+        """Poll until the result is available. Returns protobuf results as bytes."""
         while True:
             body = {"request_id": request_id}
             async with self._http.post(f"{self._base}/retrieve_future", json=body, headers={"Accept": PROTOBUF}) as got:
@@ -202,7 +202,7 @@ async def median_seconds(work: Callable[[], Awaitable[Any]], repeats: int) -> fl
 
 
 async def at_once(work: Callable[[], Awaitable[Any]], total: int, in_flight: int) -> None:
-    """`total` calls, so many of them under way at a time."""
+    """Run `total` calls with bounded concurrency."""
     left = iter(range(total))
 
     async def worker() -> None:
@@ -339,12 +339,12 @@ _REQUESTS = re.compile(r"^tx_http_requests_total\{(.*)\} (\S+)$", re.MULTILINE)
 
 @dataclass
 class Seen:
-    """Observations from outside while the clients ran.
+    """External observations while the clients ran.
 
     Attributes:
-        heartbeats: seconds from when each was due to its answer
-        lost: heartbeats that were not answered 200
-        memory: (seconds since the start, bytes by process: `api`, `engine` with one that stands by)
+        heartbeats: seconds from the due time of each to its response
+        lost: heartbeats without status 200
+        memory: (seconds since the start, bytes by process: `api`, `engine` with its standby)
     """
 
     heartbeats: list[float] = field(default_factory=list)

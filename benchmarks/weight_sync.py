@@ -1,10 +1,10 @@
-"""Seconds, pause and bytes of bringing new weights to an engine, by each strategy, and the cost of proving it.
+"""Seconds, pause and bytes of a weight sync, by strategy, and the cost of verification.
 
     python benchmarks/weight_sync.py --megabytes 10 100 1000
 
 The trainer's end is this process, the engines are processes that hold the parameters; they talk through pipes (no Ray).
 Every sync follows a real step of Adam at learning rate 1e-6 on float32 weights that are sent as bfloat16. Strategies
-take turns in one run, the plain copy of as many bytes beside them; medians. Prints markdown tables.
+are interleaved in one run with a plain copy of equal size; medians. Prints markdown tables.
 
 - `pause`: what generation waits for; what is done before (encoding, writing files) counts in `seconds` only.
 - Casting the float32 weights to bfloat16 costs every strategy the same and is done before.
@@ -46,8 +46,9 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 
 
 def shapes_of(megabytes: int) -> Shapes:
-    """Names and shapes of a transformer's parameters that take about so many MB in bfloat16: layers of a hidden size of
-    1,024, eleven tensors each, as in Qwen3-0.6B."""
+    """Return names and shapes of a transformer's parameters of about `megabytes` MB in bfloat16: layers of hidden size
+    1,024 with eleven tensors each, as in Qwen3-0.6B.
+    """
     layer = {
         "input_layernorm": (HIDDEN,),
         "q_proj": (2 * HIDDEN, HIDDEN),
@@ -153,7 +154,7 @@ def memcpy_seconds(num_bytes: int) -> float:
 
 
 def measure_strategies(shapes: Shapes, num_engines: int, turns: int, folder: str) -> tuple[dict[str, Timings], float]:
-    """Every strategy in turn, each with engines and a connection of its own; and the seconds of a plain copy."""
+    """Measure every strategy, each with separate engines and connection, and a plain copy."""
     policy = Policy(shapes)
     timings = {name: Timings() for name in STRATEGIES}
     copies = []
