@@ -16,7 +16,9 @@ HERE = Path(__file__).resolve().parent
 
 
 def stage(folder: Path, root: Path = ROOT) -> dict[str, Any]:
-    """Write all pages, copied and generated, to `folder`/source, the configuration beside it; return the latter."""
+    """Write all pages, copied and generated, to `folder`/source and the configuration to `folder`. Returns: the
+    configuration.
+    """
     source = folder / "source"
     names = settings.meanings(root)
     copied = pages.pages(root)
@@ -47,7 +49,7 @@ def site_config(existing: set[str], root: Path = ROOT) -> dict[str, Any]:
 
 
 def build(folder: Path) -> list[str]:
-    """Build the site to `folder`/html in strict mode. Returns: what is wrong with it, a line each."""
+    """Build the site to `folder`/html in strict mode. Returns: its errors, one line each."""
     shutil.rmtree(folder, ignore_errors=True)
     stage(folder)
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "-f", str(folder / "mkdocs.yml")]
@@ -58,7 +60,7 @@ def build(folder: Path) -> list[str]:
 
 
 def main() -> int:
-    """Build, and print what is wrong or where the site is."""
+    """Build the site, and print its errors or its location."""
     parser = argparse.ArgumentParser(prog="docs_site", description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "docs")
     folder = parser.parse_args().output.resolve()

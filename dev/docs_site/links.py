@@ -79,7 +79,7 @@ def _is_external(url: str) -> bool:
 
 
 def _file(url: str, page: Path, folder: Path) -> Path | None:
-    """Return the file that an address within the site means; None if there is none."""
+    """Return the file of an address within the site; None if it does not exist."""
     path = unquote(urlsplit(url).path)
     target = page if not path else (folder / path.lstrip("/") if path.startswith("/") else page.parent / path).resolve()
     target = target / "index.html" if target.is_dir() else target

@@ -1,4 +1,4 @@
-"""Pages of the site: which files it takes, the table of contents, links to what is not a page."""
+"""Pages of the site: included files, table of contents, links to other files."""
 
 import os
 import posixpath
@@ -39,7 +39,7 @@ def paths_of(contents: object) -> Iterator[str]:
 
 
 def expand(contents: Contents, existing: list[str]) -> Contents:
-    """Replace each pattern (`docs/*.md`) by the matching pages that stand nowhere in the table of contents.
+    """Replace each pattern (`docs/*.md`) by the matching pages that the table of contents does not list.
 
     A page that is added to `docs` needs no line of its own. The first pattern that matches a page takes it; `*` stays
     within a folder.

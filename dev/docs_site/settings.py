@@ -38,7 +38,7 @@ def with_anchors(text: str) -> str:
 
 
 def with_links(text: str, page: PurePosixPath, names: dict[str, str]) -> str:
-    """Link each setting that stands in inline code, alone or with a value, to its row on the reference page."""
+    """Link each setting in inline code, alone or with a value, to its row on the reference page."""
     target = os.path.relpath(REFERENCES[0], page.parent)
 
     def link(match: re.Match[str]) -> str:

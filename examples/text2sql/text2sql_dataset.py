@@ -17,8 +17,8 @@ An evaluation set, such as the five in the tables of SkyRL-SQL (all of its quest
 "Instructions:".
 
 The databases are below --db_path where the environment looks for them, such as spider/database/ID/ID.sqlite; the
-schema in the prompt is read from there. A question is left out if its query does not run, or gives no rows: then
-whatever finds nothing would be right.
+schema in the prompt is read from there. A question is omitted if its query fails or returns no rows: otherwise any
+query without results would be correct.
 """
 
 import functools

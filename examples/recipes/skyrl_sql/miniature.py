@@ -4,11 +4,10 @@ does not help with several.
     python examples/recipes/skyrl_sql/miniature.py [--seeds 0 1 2] [--steps 20] [--jobs 2] [--output FOLDER]
 
 Questions to generated SQLite databases; the environment is `text2sql`. A model of 0.14 million parameters is warmed up
-on queries of four parts, each mostly that of another SQL dialect, which SQLite refuses with an error that names it. The
-warm-up shows how such a part is exchanged for another, but more often that a refused query is the solution all the
-same. The model is then trained by the scripts `run_qwen2.5_coder_7b_single_turn.sh` and `run_qwen2.5_coder_7b.sh` (six
-turns), and evaluated with one turn and with five on other databases. A run that is complete in `--output` is not
-repeated.
+on queries of four parts, mostly of another SQL dialect, which SQLite refuses with an error that names the part. The
+warm-up demonstrates replacing such a part, but more often it submits the refused query. The model is then trained by
+the scripts `run_qwen2.5_coder_7b_single_turn.sh` and `run_qwen2.5_coder_7b.sh` (six turns), and evaluated with one turn
+and with five on other databases. A run that is complete in `--output` is not repeated.
 """
 
 import asyncio
