@@ -134,7 +134,10 @@ class TrainingRun(ABC):
             yield
         except Exception as error:
             for hook in self.hooks:
-                hook.on_error(error)
+                try:
+                    hook.on_error(error)
+                except Exception as failure:  # user code; it must not replace the error of the run
+                    logger.warning("{} failed in on_error: {!r}", type(hook).__name__, failure)
             raise
 
     async def start_hooks(self) -> None:

@@ -42,7 +42,7 @@ class MemoryReport(TrainerHook):
 
     def on_error(self, error: Exception) -> None:
         """Add estimates, measured peaks and the smallest sufficient change to an error of exhausted memory."""
-        if isinstance(error, WorkerMemoryError):
+        if isinstance(self.run, RayPPOTrainer) and isinstance(error, WorkerMemoryError):
             error.add_note(self.format_advice())
 
     def estimate(self) -> str:

@@ -72,9 +72,11 @@ class SupervisedExp:
             tags=trainer.tags,
         )
         run = SupervisedTrainer(self.cfg, tracker, self.tokenizer, self.train_dataset, self.eval_dataset)
-        await run.build_models()
+        with run.reporting_errors():
+            await run.build_models()
         try:
-            await run.train()
+            with run.reporting_errors():
+                await run.train()
         finally:
             await run.shutdown()
 

@@ -4,8 +4,6 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ import torch
 from skyrl_inspect.plan.devices import get_processor
 from skyrl_inspect.plan.memory_report import MemoryReport
 from skyrl_inspect.plan.report import format_comparison
+from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WorkerError, WorkerMemoryError
 from skyrl_train.orchestration.process_ranks import ProcessRanks
 from skyrl_train.trainer import RayPPOTrainer
@@ -91,9 +90,15 @@ def test_killed_rank_is_suspected_of_memory(tmp_path: Path):
         asyncio.run(run())
 
 
+class UnstartedRun(RayPPOTrainer):
+    """Run with settings alone."""
+
+    def __init__(self, cfg: SkyRLConfig):
+        self.cfg = cfg
+
+
 @pytest.fixture
 def memory(tiny_model: str) -> MemoryReport:
-    from skyrl_train.config import SkyRLConfig
     from skyrl_train.config.validation import validate_cfg
 
     cfg = SkyRLConfig.from_dict({
@@ -103,7 +108,7 @@ def memory(tiny_model: str) -> MemoryReport:
         },
         "generator": {"sampling_params": {"max_generate_length": 64}},
     })  # fmt: skip
-    return MemoryReport(cast(RayPPOTrainer, SimpleNamespace(cfg=validate_cfg(cfg))))
+    return MemoryReport(UnstartedRun(validate_cfg(cfg)))
 
 
 def test_run_start_estimates_all_phases(memory: MemoryReport):

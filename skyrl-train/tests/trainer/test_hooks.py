@@ -41,6 +41,10 @@ class Failing(Recorder):
     async def on_step_end(self):
         raise ValueError("planted")
 
+class Broken(Failing):
+    def on_error(self, error):
+        raise RuntimeError("a hook's own error")
+
 class NoHook:
     pass
 """
@@ -67,11 +71,14 @@ def test_custom_hook_observes_steps_and_adds_metrics(module: str, settings: Any,
     assert calls == [*expected, ("start", 0), ("resume", steps), ("step_end", steps[-1] + 1)]
 
 
-def test_hook_annotates_fatal_error(module: str, settings: Any, run: Any, tmp_path: Path):
-    cfg = validate_cfg(settings(tmp_path / "run", {"trainer": {"hooks": [f"{module}:Failing"]}}))
+@pytest.mark.parametrize(("hook", "notes"), [("Failing", ["a note at step 1"]), ("Broken", [])])
+def test_hook_annotates_fatal_error_without_replacing_it(
+    hook: str, notes: list[str], module: str, settings: Any, run: Any, tmp_path: Path
+):
+    cfg = validate_cfg(settings(tmp_path / "run", {"trainer": {"hooks": [f"{module}:{hook}"]}}))
     with pytest.raises(ValueError, match="planted") as raised:
         run(cfg)
-    assert raised.value.__notes__ == ["a note at step 1"]
+    assert getattr(raised.value, "__notes__", []) == notes
 
 
 def test_hook_checks_settings_before_start(module: str, settings: Any, run: Any, tmp_path: Path):
