@@ -82,6 +82,7 @@ GYM_LAYERS = [
     {
         "arrow_nulls",
         "call_arguments",
+        "concurrency",
         "error",
         "core",
         "deadline",

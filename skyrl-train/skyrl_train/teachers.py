@@ -10,13 +10,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from skyrl_gym.concurrency import gather_or_cancel
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import Feature, GenerationRequest, InferenceEngineInterface
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.batch_calls import forward, forward_top
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.utils.async_blocks import gather_or_cancel
 
 
 class TeacherScores(NamedTuple):

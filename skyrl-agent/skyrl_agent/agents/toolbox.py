@@ -10,9 +10,9 @@ from skyrl_agent.agents.pending import Pending
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.recorded import clip
 from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
-from skyrl_agent.tools.concurrent import gather_or_cancel
 from skyrl_agent.types import ToolCallRecord
 from skyrl_gym.chat.tool_calls import Invalid, ToolCall
+from skyrl_gym.concurrency import gather_or_cancel
 from skyrl_gym.tools.core import unknown_tool
 from skyrl_gym.waits import waiting
 
@@ -91,7 +91,7 @@ class Toolbox:
         """
         calls = self._apply_call_limit(calls)
         if context.runtime is None:
-            return await gather_or_cancel(*(self._call(call, context, step) for call in calls))
+            return await gather_or_cancel([self._call(call, context, step) for call in calls])
         outputs: list[ToolOutput] = []
         for call in calls:
             outputs.append(await self._call(call, context, step))

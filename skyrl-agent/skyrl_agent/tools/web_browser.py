@@ -8,12 +8,12 @@ import time
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.tools.base import BaseTool, ToolContext
 from skyrl_agent.tools.cache import get_shared_cache
-from skyrl_agent.tools.concurrent import gather_or_cancel
 from skyrl_agent.tools.settings import get_setting_list, setting
 from skyrl_agent.tools.web.blocklist import Blocklist
 from skyrl_agent.tools.web.readers import DirectReader, JinaReader, PageError, PageReader, PageRefused, WebPage
 from skyrl_agent.tools.web.summary import ChatSummarizer, OwnSummarizer, Summarizer, summarize_page
 from skyrl_agent.tools.web.urls import list_url_variants, parse_urls
+from skyrl_gym.concurrency import gather_or_cancel
 
 MAX_URLS = 5
 """Maximum number of URLs per call."""
@@ -81,7 +81,7 @@ class WebBrowser(BaseTool):
         urls = parse_urls(url)
         if not 1 <= len(urls) <= MAX_URLS:
             raise ValueError(f"give 1 to {MAX_URLS} addresses, such as https://example.org/page; got {len(urls)}")
-        found = await gather_or_cancel(*(self._read_for_goal(context, address, goal) for address in urls))
+        found = await gather_or_cancel([self._read_for_goal(context, address, goal) for address in urls])
         return "\n=======\n".join(f"{address}\n{text}" for address, text in zip(urls, found, strict=True))
 
     async def _read_for_goal(self, context: ToolContext, url: str, goal: str) -> str:

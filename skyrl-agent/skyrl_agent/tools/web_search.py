@@ -4,10 +4,10 @@ from typing import Any
 
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.tools.base import BaseTool, ToolContext
-from skyrl_agent.tools.concurrent import gather_or_cancel
 from skyrl_agent.tools.search_clients import SERPER_URL, YOUCOM_URL, Hit, SearchClient, SerperClient, YoucomClient
 from skyrl_agent.tools.settings import get_setting_list, required
 from skyrl_agent.tools.web.blocklist import Blocklist
+from skyrl_gym.concurrency import gather_or_cancel
 from skyrl_gym.tools.signature import parse_text
 
 MAX_QUERIES = 5
@@ -69,7 +69,7 @@ class SearchEngine(BaseTool):
             query: One query or several, at most 5.
         """
         queries = parse_queries(query)
-        found = await gather_or_cancel(*(self.client.search(text + self.suffix, self.num) for text in queries))
+        found = await gather_or_cancel([self.client.search(text + self.suffix, self.num) for text in queries])
         return "\n=======\n".join(map(self._format_hits, queries, found))
 
     def _format_hits(self, query: str, hits: list[Hit]) -> str:

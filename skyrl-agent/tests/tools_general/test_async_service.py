@@ -6,7 +6,7 @@ import time
 import pytest
 
 from skyrl_agent.errors import InfraError
-from skyrl_agent.tools.concurrent import gather_or_cancel
+from skyrl_gym.concurrency import gather_or_cancel
 from skyrl_gym.services import AsyncService, RefusedRequest, Retries
 
 from .agent_web_server import unused_url, web_server
@@ -77,5 +77,5 @@ async def test_failure_cancels_concurrent_requests():
         raise InfraError("gone")
 
     with pytest.raises(InfraError, match="gone"):
-        await gather_or_cancel(waits(), fails())
+        await gather_or_cancel([waits(), fails()])
     assert others.is_set()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from skyrl_gym.concurrency import gather_or_cancel
 from skyrl_train.errors import SkyRLError
 from skyrl_train.expert_routes import ExpertRoutes
 from skyrl_train.inference_engines.base import (
@@ -17,7 +18,6 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineInterface,
     SamplingKeywords,
 )
-from skyrl_train.utils.async_blocks import gather_or_cancel
 from skyrl_train.weight_sync.canary import canary_prompts
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 import skyrl_gym
+from skyrl_gym.concurrency import raise_first_error
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import ConfigError, RolloutError, WorkerError
 from skyrl_train.generators.agent_loop import EngineSession, LengthBudget, run_agent_loop
@@ -45,7 +46,6 @@ from skyrl_train.rollouts.joining import merge_appending_turns
 from skyrl_train.rollouts.metrics import compute_rollout_metrics
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, group_trajectories
 from skyrl_train.types import ConversationType
-from skyrl_train.utils.async_blocks import raise_first_error
 from skyrl_train.utils.chat_templates import get_custom_chat_template
 from skyrl_train.utils.progress import ANSWERS, progress
 from skyrl_train.utils.tracebacks import format_last_location, log_traceback

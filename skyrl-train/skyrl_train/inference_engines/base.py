@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from skyrl_gym.concurrency import gather_or_cancel
 from skyrl_train.inference_engines.columns import (
     InferenceEngineInput,
     InferenceEngineOutput,
@@ -28,7 +29,6 @@ from skyrl_train.inference_engines.request import (
     TokenDelta,
     TopLogProbs,
 )
-from skyrl_train.utils.async_blocks import gather_or_cancel
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightUpdates
 
 __all__ = [

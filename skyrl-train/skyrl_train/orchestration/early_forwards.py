@@ -15,13 +15,13 @@ from contextlib import asynccontextmanager
 
 import torch
 
+from skyrl_gym.concurrency import raise_first_error
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.batch_calls import forward, forward_inputs
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.rollouts.filters import set_uid
 from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.utils.async_blocks import raise_first_error
 
 Divide = Callable[[ActorGroup, TrainingInputBatch], Schedule]
 """Schedule of a forward-only pass of a model over a batch."""

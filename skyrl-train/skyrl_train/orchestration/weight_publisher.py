@@ -16,6 +16,7 @@ from functools import partial
 from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.concurrency import gather_or_cancel
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import (
@@ -29,7 +30,6 @@ from skyrl_train.inference_engines.inference_engine_client import InferenceEngin
 from skyrl_train.inference_engines.remote.handles import RemoteEngines
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.colocation import Colocation
-from skyrl_train.utils.async_blocks import gather_or_cancel
 from skyrl_train.utils.io import expand_path
 from skyrl_train.weight_sync.base import EngineHandles, LoraLoadRequest
 from skyrl_train.weight_sync.canary import CanaryTolerance, LogProbs, canary_prompts, check_canaries

@@ -17,6 +17,7 @@ from types import TracebackType
 
 from loguru import logger
 
+from skyrl_gym.concurrency import raise_first_error
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import AllRolloutsFailedError, RolloutError, SkyRLError
 from skyrl_train.rollouts.groups import FinishedGroup
@@ -24,7 +25,6 @@ from skyrl_train.rollouts.journal import RecoveredRollouts, RolloutJournal
 from skyrl_train.rollouts.schedule import GroupScheduler, ScheduleLimits, ScheduleState
 from skyrl_train.rollouts.timeline import Timeline
 from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
-from skyrl_train.utils.async_blocks import raise_first_error
 from skyrl_train.utils.explanations import write_explanation
 from skyrl_train.utils.tracebacks import format_last_location
 

@@ -1,21 +1,10 @@
-"""Structured concurrency: helpers that wait for all their tasks and threads, and raise the first error."""
+"""Asynchronous blocks that wait for their threads, and raise the first error."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 
 from loguru import logger
-
-T = TypeVar("T")
-
-
-async def gather_or_cancel(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results in order. The first error cancels the other calls and is raised."""
-    with raise_first_error():
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    return [task.result() for task in tasks]
 
 
 @asynccontextmanager
@@ -42,17 +31,3 @@ async def run_thread_during(function: Callable[[], object], purpose: str) -> Asy
         if failure is not None and failure is not error:
             logger.opt(exception=failure).error(f"{purpose} failed besides: {failure!r}")
         raise
-
-
-@contextmanager
-def raise_first_error() -> Iterator[None]:
-    """Raise the first error of a task group by itself, with its original cause."""
-    try:
-        yield
-    except BaseExceptionGroup as errors:
-        error = errors.exceptions[0]
-        context = error.__context__
-        try:
-            raise error
-        finally:
-            error.__context__ = context  # `raise` has replaced it by the group

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from skyrl_gym.concurrency import gather_or_cancel
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineInterface
 from skyrl_train.inference_engines.columns import to_requests
@@ -19,7 +20,6 @@ from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.loading import load_model
 from skyrl_train.inference_engines.native.requests import Request
 from skyrl_train.inference_engines.request import Completion
-from skyrl_train.utils.async_blocks import gather_or_cancel
 from skyrl_train_testing.engine_conformance.transfer import WeightPath
 
 PROMPT = [5, 9, 12, 30, 7]

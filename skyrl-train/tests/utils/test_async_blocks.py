@@ -7,7 +7,8 @@ import threading
 import pytest
 from loguru import logger
 
-from skyrl_train.utils.async_blocks import raise_first_error, run_thread_during
+from skyrl_gym.concurrency import raise_first_error
+from skyrl_train.utils.async_blocks import run_thread_during
 
 
 def test_block_error_is_raised_and_thread_error_logged():

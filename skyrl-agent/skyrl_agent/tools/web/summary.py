@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from skyrl_agent.errors import InfraError
-from skyrl_agent.tools.concurrent import gather_or_cancel
 from skyrl_agent.types import Message
+from skyrl_gym.concurrency import gather_or_cancel
 from skyrl_gym.services import AsyncService, RefusedRequest
 
 PROMPT = """Below is a part of a web page. Take from it what helps with the goal.
@@ -106,7 +106,7 @@ async def summarize_page(summarizer: Summarizer, text: str, goal: str, user: str
         return [*await of_chunk(chunk[:half]), *await of_chunk(chunk[half:])]
 
     chunks = [text[start : start + chunk_chars] for start in range(0, len(text), chunk_chars)]
-    found = await gather_or_cancel(*map(of_chunk, chunks))
+    found = await gather_or_cancel([*map(of_chunk, chunks)])
     return "\n\n".join(part for parts in found for part in parts if part) or "The page holds nothing for this goal."
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from skyrl_gym.concurrency import gather_or_cancel
 from skyrl_train.endpoint.errors import ApiError, build_timeout_error, convert_engine_error
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.request import (
@@ -19,7 +20,6 @@ from skyrl_train.inference_engines.request import (
     TopLogProbs,
     join_top_log_probs,
 )
-from skyrl_train.utils.async_blocks import gather_or_cancel
 
 GROWTH_SECONDS = 0.05
 GROWTH_SECONDS_A_TOKEN = 5e-5

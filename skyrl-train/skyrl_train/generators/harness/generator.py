@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
+from skyrl_gym.concurrency import raise_first_error
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import Sandbox
 from skyrl_gym.sandbox.environment import check_variables
@@ -54,7 +55,6 @@ from skyrl_train.inference_engines.base import InferenceEngineInterface, Samplin
 from skyrl_train.rollouts.adapter import to_generator_output
 from skyrl_train.rollouts.metrics import compute_rollout_metrics
 from skyrl_train.rollouts.types import RolloutBatch, Trajectory, group_trajectories
-from skyrl_train.utils.async_blocks import raise_first_error
 from skyrl_train.utils.progress import ANSWERS, progress
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from skyrl_gym.concurrency import gather_or_cancel
 from skyrl_train.errors import UnsupportedByEngine, WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import Completion, GenerationRequest
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.supervision import Process
-from skyrl_train.utils.async_blocks import gather_or_cancel
 from tx.errors import ConfigError, ModelError
 from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.backends.skyrl_train.adapters import SteadyAdapters

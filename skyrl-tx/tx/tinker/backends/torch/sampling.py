@@ -20,13 +20,13 @@ import numpy as np
 import psutil
 import torch
 
+from skyrl_gym.concurrency import gather_or_cancel
 from skyrl_train.config.engine_kinds import PREFIX_CACHE_GIB
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.native.core import MAX_PREFILL_TOKENS
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, PromptScores, PromptScoring, Request
 from skyrl_train.inference_engines.request import Completion
-from skyrl_train.utils.async_blocks import gather_or_cancel
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.backends.torch.adapter_slots import AdapterSlots
