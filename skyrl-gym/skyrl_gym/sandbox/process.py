@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Literal
 
 from skyrl_gym.sandbox.base import Limits, Outcome
 from skyrl_gym.sandbox.command import Launch, as_bytes
@@ -80,18 +81,35 @@ class ProcessGroup:
         self._proc.close()
 
     def _marked(self) -> list[str]:
-        return [process for process in self._proc.processes() if self._mark in self._proc.text(f"{process}/environ")]
+        return [process for process in self._proc.processes() if self._owner(process) == "command"]
+
+    def _owner(self, process: str) -> Literal["command", "other", "unknown", "gone"]:
+        environment = self._proc.text(f"{process}/environ")
+        if environment:
+            return "command" if self._mark in environment else "other"
+        fields = self._proc.text(f"{process}/stat").rpartition(")")[2].split()
+        if not fields:
+            return "gone"
+        # proc_pid_stat(5): these fields begin with the third; number 51 is the end of the environment, 0 while `execve`
+        # replaces it. Kernel threads and zombies have no environment either, and no executable.
+        return "unknown" if fields[51 - 3] == "0" and self._proc.has_executable(process) else "other"
 
     def _kill_marked(self) -> None:
-        for _ in range(KILL_ROUNDS):  # new ones may appear while one looks
-            marked = self._marked()
-            if not marked:
+        quiet_rounds = 0
+        for _ in range(KILL_ROUNDS):  # a process may start others during the search
+            owners = {process: self._owner(process) for process in self._proc.processes()}
+            if {"command", "unknown"} & {*owners.values()}:
+                quiet_rounds = 0
+            # A process that exited after it was listed may have started another one: search once more.
+            elif quiet_rounds or "gone" not in owners.values():
                 return
-            for process in marked:
+            else:
+                quiet_rounds += 1
+            for process in (process for process, owner in owners.items() if owner == "command"):
                 with suppress(OSError):
                     folder = os.open(process, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._proc.descriptor)
                     try:
-                        if self._mark in self._proc.text(f"{process}/environ"):  # the number is still the same process
+                        if self._owner(process) == "command":  # the number is still the same process
                             signal.pidfd_send_signal(folder, signal.SIGKILL)
                     finally:
                         os.close(folder)

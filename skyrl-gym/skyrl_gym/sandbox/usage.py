@@ -42,17 +42,21 @@ class ProcFolder:
         return all(sum(map(measure, processes)) > max_bytes for measure in (self._resident, self._proportional))
 
     def text(self, path: str) -> str:
-        """Return the beginning of a file; empty once its process is gone."""
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.descriptor)
-        except OSError:
-            return ""
-        try:
-            return os.read(descriptor, 1 << 16).decode(errors="replace")
-        except OSError:
-            return ""
-        finally:
-            os.close(descriptor)
+        """Return a file's text; empty once its process is gone."""
+        with (
+            suppress(OSError),
+            open(
+                path, errors="replace", opener=lambda path, flags: os.open(path, flags, dir_fd=self.descriptor)
+            ) as file,
+        ):
+            return file.read()
+        return ""
+
+    def has_executable(self, process: str) -> bool:
+        """Whether the process runs a program; False for kernel threads, zombies and processes that are gone."""
+        with suppress(OSError):
+            return bool(os.readlink(f"{process}/exe", dir_fd=self.descriptor))
+        return False
 
     def _resident(self, process: str) -> int:
         fields = self.text(f"{process}/statm").split()
