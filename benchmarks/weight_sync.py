@@ -2,7 +2,8 @@
 
     python benchmarks/weight_sync.py --megabytes 10 100 1000
 
-The trainer's end is this process, the engines are processes that hold the parameters; they talk through pipes (no Ray).
+The policy's rank is a thread of this process, the engines are processes that hold the parameters; calls go through
+pipes (no Ray).
 Every sync follows a real step of Adam at learning rate 1e-6 on float32 weights that are sent as bfloat16. Strategies
 are interleaved in one run with a plain copy of equal size; medians. Prints markdown tables.
 
@@ -29,8 +30,8 @@ from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train.weight_sync.base import Encoding, Transport
 from skyrl_train.weight_sync.fingerprint import Verification
 from skyrl_train.weight_sync.plan import Route, init_infos_for
-from skyrl_train.weight_sync.sender import WeightSender, needs_staging
-from skyrl_train_testing.weight_holders import CPU, HolderInfo, HolderProcesses, WeightHolder
+from skyrl_train_testing.weight_holders import HolderInfo, HolderProcesses, WeightHolder
+from skyrl_train_testing.weight_sources import BlockingSender
 
 LEARNING_RATE = 1e-6
 HIDDEN = 1024
@@ -109,22 +110,21 @@ class Timings:
     pause: list[float] = field(default_factory=list)
     payload_bytes: list[float] = field(default_factory=list)
 
-    def add(self, sender: WeightSender, policy: Policy, version: int, stages: bool) -> dict[str, float]:
+    def add(self, sender: BlockingSender, policy: Policy, version: int) -> None:
         began = time.perf_counter()
-        if stages:
+        if sender.is_staged:
             sender.stage(policy.sent.items(), version)
         paused = time.perf_counter()
-        metrics = sender.send(None if stages else policy.sent.items(), version).metrics
+        metrics = sender.send(None if sender.is_staged else policy.sent.items(), version).metrics
         ended = time.perf_counter()
         self.seconds.append(ended - began)
         self.pause.append(ended - paused)
         self.payload_bytes.append(metrics["payload_bytes"])
-        return metrics
 
 
 def connect(
     engines: HolderProcesses, count: int, ways: tuple[Transport, Encoding], folder: str, verification: Verification
-) -> WeightSender:
+) -> BlockingSender:
     infos = init_infos_for(
         [Route(*ways)] * count,
         [HolderInfo()] * count,
@@ -133,14 +133,14 @@ def connect(
         directory=tempfile.mkdtemp(dir=folder),
         verification=verification,
     )
-    return WeightSender(engines, infos, CPU, max_bucket_bytes=BUCKET_BYTES, verification=verification)
+    return BlockingSender(engines.engines, infos, max_bucket_bytes=BUCKET_BYTES)
 
 
 def check_exact(engines: HolderProcesses, policy: Policy, folder: str) -> None:
     """End the run unless the engines hold exactly the bits that were sent."""
     file = os.path.join(folder, "expected.pt")
     torch.save(policy.sent, file)
-    different = engines.wait(engines.call_all(BenchmarkedHolder.num_different, file))
+    different = engines.call_all("num_different", file)
     os.remove(file)
     if any(different):
         raise SystemExit(f"engines hold other weights than were sent: {different} tensors differ")
@@ -162,11 +162,10 @@ def measure_strategies(shapes: Shapes, num_engines: int, turns: int, folder: str
     with HolderProcesses(num_engines, partial(BenchmarkedHolder, shapes), timeout_seconds=600) as engines:
         for name, ways in STRATEGIES.items():  # a connection is made anew for each: engines hold one
             sender = connect(engines, num_engines, ways, folder, "sampled")
-            stages = needs_staging(init_infos_for([Route(*ways)], [HolderInfo()])[0])
-            Timings().add(sender, policy, 1, stages)  # warms up; nobody has a base for changes yet
+            Timings().add(sender, policy, 1)  # warms up; nobody has a base for changes yet
             for turn in range(turns):
                 policy.step()
-                timings[name].add(sender, policy, turn + 2, stages)
+                timings[name].add(sender, policy, turn + 2)
                 copies.append(memcpy_seconds(num_bytes))
             check_exact(engines, policy, folder)
             sender.close()
@@ -184,7 +183,7 @@ def measure_proof(shapes: Shapes, turns: int, folder: str) -> dict[Verification,
         for turn in range(turns + 1):
             for way in ways if turn % 2 else reversed(ways):
                 timing = Timings()
-                timing.add(senders[way], policy, turn + 1, stages=False)
+                timing.add(senders[way], policy, turn + 1)
                 if turn:  # the first warms up
                     seconds[way] += timing.seconds
         for sender in senders.values():

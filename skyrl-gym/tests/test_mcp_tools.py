@@ -208,17 +208,21 @@ def test_unclosed_server_exits_with_program(command):
 
 
 @pytest.mark.parametrize(
-    "program, text",
+    "program, seconds, text",
     [
-        (["/nonexistent/server"], "cannot be started: .*No such file"),
-        ([sys.executable, "-c", "import sys; sys.exit('no configuration')"], "(?s)cannot be started.*no configuration"),
-        ([sys.executable, "-c", "import time; time.sleep(600)"], "did not start within 1 seconds"),
+        (["/nonexistent/server"], 60, "cannot be started: .*No such file"),
+        (
+            [sys.executable, "-c", "import sys; sys.exit('no configuration')"],
+            60,
+            "(?s)cannot be started.*no configuration",
+        ),
+        ([sys.executable, "-c", "import time; time.sleep(600)"], 1, "did not start within 1 seconds"),
     ],
 )
-def test_unstartable_server_raises_infra_error(program, text):
+def test_unstartable_server_raises_infra_error(program, seconds, text):
     before = threading.active_count()
     with pytest.raises(InfraError, match=text):
-        MCPToolGroup(program, start_timeout=1)
+        MCPToolGroup(program, start_timeout=seconds)
     assert threading.active_count() == before
 
 

@@ -3,24 +3,21 @@
 For tests and benchmarks of weight sync with neither Ray nor a model.
 """
 
+import asyncio
 import multiprocessing
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from skyrl_train.errors import SkyRLError, WorkerError
-from skyrl_train.weight_sync.base import EngineHandles, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest, WeightUpdates
 from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
-from skyrl_train.weight_sync.lockstep import PolicyRanks
 from skyrl_train.weight_sync.receiver import WeightReceiver
 
 CPU = torch.device("cpu")
@@ -84,97 +81,105 @@ class WeightHolder:
         return WeightReport(version=version, fingerprints=fingerprints_of(held, version, self._verification))
 
 
-class HoldersInThreads(EngineHandles):
-    """Engines of this process, each in a thread."""
-
-    def __init__(self, holders: Sequence[Any], timeout_seconds: float = 20.0):
-        self._holders = list(holders)
-        self._timeout_seconds = timeout_seconds
-        self._threads = [ThreadPoolExecutor(1) for _ in holders]
-        self.num_engines = len(self._holders)
-
-    def start(self, index: int, method: Callable[..., object], *args: object) -> Future[Any]:
-        return self._threads[index].submit(getattr(self._holders[index], method.__name__), *args)
-
-    def wait(self, calls: list[Future[Any]]) -> list[Any]:
-        done, pending = wait_for_futures(calls, self._timeout_seconds, FIRST_EXCEPTION)
-        for index, call in enumerate(calls):
-            if call in done and isinstance(error := call.exception(), SkyRLError):
-                raise type(error)(f"engine {index}: {error}") from error
-        if pending:
-            silent = [index for index, call in enumerate(calls) if call in pending]
-            raise WorkerError(f"engines {silent} did not answer within {self._timeout_seconds:g} s")
-        return [call.result() for call in calls]
-
-
-class RanksInThreads:
-    """Ranks of a policy, each in a thread of this process.
+class HolderEngine(WeightUpdates):
+    """An engine that holds parameters elsewhere, called one call after the other.
 
     Args:
-        timeout_seconds: the longest that one rank waits for the others in a collective.
+        call: calls a method of the holder by name and blocks until it has answered.
+        timeout_seconds: deadline of a call.
     """
 
-    def __init__(self, world_size: int, timeout_seconds: float = 20.0):
-        self.world_size = world_size
-        self._meeting = threading.Barrier(world_size, timeout=timeout_seconds)
-        self._given: list[Any] = [None] * world_size
+    def __init__(self, index: int, call: Callable[..., Any], timeout_seconds: float):
+        self._name, self._call, self._timeout_seconds = f"engine {index}", call, timeout_seconds
+        self._thread = ThreadPoolExecutor(1)
 
-    def run(self, function: Callable[["RankInThread"], object]) -> list[Any]:
-        """Call a function on every rank. Returns: what each of them returned or raised, in rank order."""
-        with ThreadPoolExecutor(self.world_size) as threads:
-            calls = [threads.submit(function, RankInThread(self, rank)) for rank in range(self.world_size)]
-            return [call.exception() or call.result() for call in calls]
+    async def weight_version(self) -> int:
+        return await self._answer("weight_version")
 
-    def meet(self, rank: int, own: object) -> list[Any]:
-        self._given[rank] = own
-        self._meeting.wait()
-        of_ranks = list(self._given)
-        self._meeting.wait()  # nobody gives anything new before all have seen this
-        return of_ranks
+    async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None:
+        await self._answer("init_weight_update_communicator", init_info)
 
+    async def update_named_weights(self, request: WeightUpdateRequest) -> None:
+        await self._answer("update_named_weights", request)
 
-class RankInThread(PolicyRanks):
-    """One of `RanksInThreads`, as it sees them."""
+    async def finish_weight_update(self, version: int) -> WeightReport:
+        return await self._answer("finish_weight_update", version)
 
-    def __init__(self, ranks: RanksInThreads, rank: int):
-        super().__init__(rank, ranks.world_size)
-        self._ranks = ranks
-
-    def all_gather(self, own: object) -> list[Any]:
-        return self._ranks.meet(self.rank, own)
+    async def _answer(self, method: str, *args: object) -> Any:
+        answer = asyncio.wrap_future(self._thread.submit(self._call, method, *args))
+        done, _ = await asyncio.wait([answer], timeout=self._timeout_seconds)
+        if not done:
+            raise WorkerError(f"{self._name} did not answer within {self._timeout_seconds:g} s")
+        try:
+            return answer.result()
+        except SkyRLError as error:
+            raise type(error)(f"{self._name}: {error}") from error
 
 
-class HolderProcesses(EngineHandles):
+def engines_in_threads(holders: Sequence[Any], timeout_seconds: float = 20.0) -> list[HolderEngine]:
+    """Return engines of this process, each in a thread."""
+
+    def call(holder: Any) -> Callable[..., Any]:
+        return lambda method, *args: getattr(holder, method)(*args)
+
+    return [HolderEngine(index, call(holder), timeout_seconds) for index, holder in enumerate(holders)]
+
+
+class HolderProcesses:
     """Engines in separate processes; leaving the context stops them.
 
     Args:
         make_holder: factory of an engine, importable in its process.
+
+    Attributes:
+        engines: the engines, for a sender.
     """
 
     def __init__(self, count: int, make_holder: Callable[[], Any], timeout_seconds: float = 60.0):
         self._timeout_seconds = timeout_seconds
-        self._num_calls = 0
-        self.num_engines = count
         self._make_holder = make_holder
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
-        for _ in range(count):
+        self.engines: list[HolderEngine] = []
+        for index in range(count):
             pipe, process = self._start_process()
             self._pipes.append(pipe)
             self.processes.append(process)
+            self.engines.append(self._make_engine(index))
 
-    def wait_for_start(self, timeout_seconds: float = 120.0) -> None:
+    def wait_for_start(self) -> None:
         """Wait until all processes answer: imports take longer than calls."""
-        usual, self._timeout_seconds = self._timeout_seconds, timeout_seconds
-        self.wait(self.call_all(WeightHolder.weight_version))
-        self._timeout_seconds = usual
+        for index in range(len(self.processes)):
+            self.call(index, "weight_version")
+
+    def call(self, index: int, method: str, *args: object) -> Any:
+        """Call a method of a holder and wait for its answer."""
+        pipe = self._pipes[index]
+        try:
+            pipe.send((method, args))
+            answer = pipe.recv()
+        except (EOFError, ConnectionError):
+            self.processes[index].join(10)
+            raise WorkerError(f"died (exit code {self.processes[index].exitcode})") from None
+        if isinstance(answer, SkyRLError):
+            raise answer
+        if isinstance(answer, Exception):
+            raise WorkerError(f"raised {type(answer).__name__}: {answer}")
+        return answer
+
+    def call_all(self, method: str, *args: object) -> list[Any]:
+        return [self.call(index, method, *args) for index in range(len(self.processes))]
 
     def restart(self, index: int) -> None:
         """End a process, if it still lives, and start another in its place."""
         self.processes[index].kill()
         self.processes[index].join(10)
         self._pipes[index], self.processes[index] = self._start_process()
+        self.engines[index] = self._make_engine(index)
         self.wait_for_start()
+
+    def _make_engine(self, index: int) -> HolderEngine:
+        return HolderEngine(index, lambda *call: self.call(index, *call), self._timeout_seconds)
 
     def _start_process(self) -> tuple[Connection, Any]:
         spawn = multiprocessing.get_context("spawn")
@@ -192,39 +197,6 @@ class HolderProcesses(EngineHandles):
             process.kill()
             process.join(10)
 
-    def wait(self, calls: list[tuple[int, int]]) -> list[Any]:
-        deadline = time.monotonic() + self._timeout_seconds
-        open_calls = dict(calls)
-        answers: dict[int, Any] = {}
-        while open_calls:
-            of_pipe = {self._pipes[index]: index for index in open_calls}
-            ready = wait(list(of_pipe), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise WorkerError(f"engines {sorted(open_calls)} did not answer within {self._timeout_seconds:g} s")
-            for pipe in ready:
-                index = of_pipe[pipe]  # type: ignore[index]
-                try:
-                    number, answer = self._pipes[index].recv()
-                except (EOFError, ConnectionError):
-                    self.processes[index].join(10)
-                    code = self.processes[index].exitcode
-                    raise WorkerError(f"engine {index} died (exit code {code})") from None
-                if number != open_calls[index]:
-                    continue  # of a call that was given up
-                if isinstance(answer, SkyRLError):
-                    raise type(answer)(f"engine {index}: {answer}")
-                if isinstance(answer, Exception):
-                    raise WorkerError(f"engine {index} raised {type(answer).__name__}: {answer}")
-                answers[index] = answer
-                del open_calls[index]
-        return [answers[index] for index, _ in calls]
-
-    def start(self, index: int, method: Callable[..., object], *args: object) -> tuple[int, int]:
-        self._num_calls += 1
-        with suppress(ConnectionError):  # the wait says who died
-            self._pipes[index].send((self._num_calls, method.__name__, args))
-        return index, self._num_calls
-
 
 def _serve(pipe: Connection, make_holder: Callable[[], Any]) -> None:
     """Answer calls one after the other until the other end is gone."""
@@ -232,14 +204,12 @@ def _serve(pipe: Connection, make_holder: Callable[[], Any]) -> None:
     holder = make_holder()
     while True:
         try:
-            number, method, args = pipe.recv()
+            method, args = pipe.recv()
         except (EOFError, ConnectionError):
             return
         try:
             answer = getattr(holder, method)(*args)
         except Exception as error:  # every one is the caller's
             answer = error
-        try:
-            pipe.send((number, answer))
-        except ConnectionError:
-            return
+        with suppress(ConnectionError):
+            pipe.send(answer)

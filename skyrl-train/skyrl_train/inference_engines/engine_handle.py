@@ -7,7 +7,7 @@ Subclasses decide where the engine runs: a Ray process (`ray_wrapped_inference_e
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, TypeVarTuple, cast
@@ -27,7 +27,6 @@ from skyrl_train.inference_engines.loop_thread import LoopCalls, LoopThread
 from skyrl_train.utils.call_errors import get_end_of_log
 from skyrl_train.utils.explanations import write_explanation
 from skyrl_train.weight_sync.base import (
-    EngineHandles,
     LoraLoadRequest,
     WeightReport,
     WeightSyncInitInfo,
@@ -154,15 +153,7 @@ class EngineHandle(InferenceEngineInterface):
 
     @abstractmethod
     def start(self, method: Callable[..., object], *args: object) -> Any:
-        """Start a control call from any thread. `wait_for_all` and `_wait_for_answer` wait for it."""
-
-    @abstractmethod
-    def wait_for_all(self, calls: Sequence[object], timeout_seconds: float) -> list[object]:
-        """Block until calls to this and other engines of its kind are completed; return the results in order.
-
-        Raises:
-            WorkerError: an engine failed, or the deadline passed.
-        """
+        """Start a control call. `_wait_for_answer` waits for it."""
 
     @abstractmethod
     async def _wait_for_answer(self, call: object, timeout_seconds: float, setting: str) -> object:
@@ -235,24 +226,3 @@ class EngineHandle(InferenceEngineInterface):
     def log(self) -> str:
         """Return the end of the engine process's log, with a headline."""
         return get_end_of_log(self._log_file)
-
-
-class LocalEngines(EngineHandles):
-    """All engines of the run, for the weight sender in the policy's process.
-
-    Args:
-        engines: handles of one class.
-    """
-
-    def __init__(self, engines: Sequence[EngineHandle]):
-        self._engines = list(engines)
-        self.num_engines = len(engines)
-
-    def start(self, index: int, method: Callable[..., object], *args: object) -> Any:
-        return self._engines[index].start(method, *args)
-
-    def wait(self, calls: list[Any]) -> list[Any]:
-        timeout = max(engine.control_timeout_seconds for engine in self._engines)
-        names = ", ".join(engine.name for engine in self._engines)
-        with waiting("the weights to arrive", on=names, deadline=timeout):
-            return self._engines[0].wait_for_all(calls, timeout)

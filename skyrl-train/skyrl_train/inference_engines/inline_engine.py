@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from typing import Any
@@ -55,18 +54,6 @@ class InlineEngine(EngineHandle):
         else:
             answer = self._host.result().submit(method.__name__, *args)
         return InlineCall(answer, self)
-
-    def wait_for_all(self, calls: Sequence[InlineCall], timeout_seconds: float) -> list[object]:
-        deadline = time.monotonic() + timeout_seconds
-        return [call.engine._wait_for_result(call, deadline - time.monotonic(), timeout_seconds) for call in calls]
-
-    def _wait_for_result(self, call: InlineCall, remaining: float, timeout_seconds: float) -> object:
-        try:
-            return call.answer.result(max(0.0, remaining))
-        except Exception as error:  # an engine may raise any error: the caller gets it with the engine's name
-            if not call.answer.done():
-                raise timed_out([(self._name, self._log_file)], timeout_seconds, CONTROL) from None
-            raise self._build_failure(error) from error
 
     async def _wait_for_answer(self, call: InlineCall, timeout_seconds: float, setting: str) -> object:
         async with self._apply_deadline(timeout_seconds, setting):

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,7 +27,7 @@ from skyrl_train.inference_engines.engine_handle import (
     MakeEngine,
 )
 from skyrl_train.utils.call_errors import build_failure, timed_out
-from skyrl_train.utils.ray_calls import Call, prepare_errors_for_caller, stop_actors, wait_for_all, wait_for_result
+from skyrl_train.utils.ray_calls import Call, prepare_errors_for_caller, stop_actors, wait_for_result
 from skyrl_train.utils.ray_process import prepare_process
 
 _KILL_SECONDS = 30.0
@@ -120,18 +120,8 @@ class RayWrappedInferenceEngine(EngineHandle):
         self._place: ProcessPlace | None = None
         self._senders: WeakKeyDictionary[asyncio.AbstractEventLoop, RequestSender] = WeakKeyDictionary()
 
-    def __getstate__(self) -> dict[str, object]:
-        """Pickle without senders: policy ranks get a copy with new ones."""
-        return self.__dict__ | {"_senders": None}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state | {"_senders": WeakKeyDictionary()})
-
     def start(self, method: Callable[..., object], *args: object) -> Call:
         return self._to_call(self._actor.control.remote(method.__name__, *args))
-
-    def wait_for_all(self, calls: Sequence[Call], timeout_seconds: float) -> list[object]:
-        return wait_for_all(calls, timeout_seconds, CONTROL)
 
     def _to_call(self, reference: Any) -> Call:
         return Call(reference, self._name, self._log_file)

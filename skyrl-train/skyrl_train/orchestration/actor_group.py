@@ -1,6 +1,9 @@
 """Group of the ranks of one model, used by the trainer. Worker classes compute; launchers start them."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar, TypeVarTuple
 
 from skyrl_train.env_vars import scheduling_timeout_seconds
@@ -13,6 +16,9 @@ Args = TypeVarTuple("Args")
 R = TypeVar("R")
 DataParallelArgs = Sequence[tuple[Any, ...]]
 """Arguments of a call for each data-parallel rank, in order."""
+
+_reservation: ContextVar[object] = ContextVar("reservation", default=None)
+"""Reservation of the running task, which the tasks that it creates inherit."""
 
 
 class ActorGroup:
@@ -42,6 +48,8 @@ class ActorGroup:
         self.parallel: list[ParallelInfo] = []  # of each rank, from `init_model` on
         self._device = device
         self._deadline = timeout_seconds, timeout_setting
+        self._reservation: object = None
+        self._reservation_end = asyncio.Event()
 
     async def init_model(self) -> None:
         """Wait until the workers have started, then form their process group and load the model."""
@@ -91,15 +99,15 @@ class ActorGroup:
 
     async def call_all(self, method: Callable[[Any, *Args], R], *args: *Args) -> list[R]:
         """Call a method on every rank. Returns the results in rank order."""
-        answers = await self.ranks.call([[(method.__name__, args)]] * self.num_ranks, *self._deadline)
+        answers = await self._call([[(method.__name__, args)]] * self.num_ranks)
         return [answer for [answer] in answers]
 
-    async def call_data_parallel(self, method: str, args: DataParallelArgs) -> list[Any]:
+    async def call_data_parallel(self, method: Callable[..., R], args: DataParallelArgs) -> list[R]:
         """Call a method with separate arguments for each data-parallel rank. Returns one result for each."""
         [answers] = await self.call_sequence([(method, args)])
         return answers
 
-    async def call_sequence(self, calls: Sequence[tuple[str, DataParallelArgs]]) -> list[list[Any]]:
+    async def call_sequence(self, calls: Sequence[tuple[Callable[..., Any], DataParallelArgs]]) -> list[list[Any]]:
         """Call several methods in sequence. The ranks receive all calls at once and do not wait for the driver between
         them.
 
@@ -109,10 +117,33 @@ class ActorGroup:
         size = self.data_parallel_size
         for method, args in calls:
             if len(args) != size:
-                raise ValueError(f"{self.name} has {size} data-parallel ranks; {method} got arguments for {len(args)}")
-        sequences = [[(method, args[rank]) for method, args in calls] for rank in range(size)]
-        answers = await self.ranks.call([sequences[info.data_parallel_rank] for info in self.parallel], *self._deadline)
+                raise ValueError(
+                    f"{self.name} has {size} data-parallel ranks; {method.__name__} got arguments for {len(args)}"
+                )
+        sequences = [[(method.__name__, args[rank]) for method, args in calls] for rank in range(size)]
+        answers = await self._call([sequences[info.data_parallel_rank] for info in self.parallel])
         return [list(of_call) for of_call in zip(*(answers[rank] for rank in self.output_ranks), strict=True)]
+
+    async def _call(self, calls: Sequence[Calls]) -> list[list[Any]]:
+        while self._reservation not in (None, _reservation.get()):
+            await self._reservation_end.wait()
+        return await self.ranks.call(calls, *self._deadline)
+
+    @asynccontextmanager
+    async def reserve(self) -> AsyncIterator[None]:
+        """Delay the calls of other tasks until the block ends, for a sequence of calls between which the model must not
+        change. (Earlier calls of others end first: ranks work in the order of calls.)"""
+        while self._reservation is not None:
+            await self._reservation_end.wait()
+        self._reservation = own = object()
+        self._reservation_end.clear()
+        token = _reservation.set(own)
+        try:
+            yield
+        finally:
+            _reservation.reset(token)
+            self._reservation = None
+            self._reservation_end.set()
 
     async def shutdown(self) -> None:
         """Stop the workers, gracefully if they respond."""

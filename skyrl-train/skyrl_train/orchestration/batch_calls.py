@@ -8,6 +8,8 @@ from skyrl_train.orchestration.actor_group import ActorGroup, DataParallelArgs
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.training_backends.base import MetricSums
 from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train.workers.worker import RefWorker, Worker
 
 INPUTS = {
     "policy": (
@@ -53,14 +55,16 @@ async def forward(group: ActorGroup, schedule: Schedule, batch: TrainingInputBat
     """Compute log-probs (or a critic's values) [B, R] of the response tokens without gradients. If the batch has them,
     the policy replays `expert_routes`, and policy and reference renormalize over `kept_ids`."""
     args = _forward_args(group, schedule, batch)
-    return schedule.gather(await group.call_data_parallel("forward", args), "output")
+    return schedule.gather(await group.call_data_parallel(Worker.forward, args), "output")
 
 
 async def forward_recording_routes(
     group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the policy's log-probs [B, R] and the selected experts [B, T, L, k]."""
-    outputs = await group.call_data_parallel("forward_recording_routes", _forward_args(group, schedule, batch))
+    outputs = await group.call_data_parallel(
+        PolicyWorker.forward_recording_routes, _forward_args(group, schedule, batch)
+    )
     return schedule.gather(outputs, "output"), schedule.gather(outputs, "expert_routes")
 
 
@@ -69,7 +73,7 @@ async def forward_top(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ids and log-probs [B, R, K] of a reference model's most likely tokens at each response position."""
     args = [(*own, num_top) for own in _forward_args(group, schedule, batch)]
-    outputs = await group.call_data_parallel("forward_top", args)
+    outputs = await group.call_data_parallel(RefWorker.forward_top, args)
     return schedule.gather(outputs, "teacher_ids"), schedule.gather(outputs, "teacher_log_probs")
 
 
@@ -100,18 +104,18 @@ async def train_on_batch(
     """
     own_log_probs = group.name == "policy" and batch.get("action_log_probs") is None
     inputs = batch.select([name for name in INPUTS[group.name] if batch.get(name) is not None], ["response_length"])
-    await group.call_data_parallel("load_batch", [(own,) for own in schedule.split(inputs)])
+    await group.call_data_parallel(Worker.load_batch, [(own,) for own in schedule.split(inputs)])
     no_args: list[tuple[()]] = [()] * group.data_parallel_size
     one_epoch = [
         call
         for micro_batches in schedule.mini_batches
-        for call in (("forward_backward", [(own,) for own in micro_batches]), ("optim_step", no_args))
+        for call in ((Worker.forward_backward, [(own,) for own in micro_batches]), (Worker.optim_step, no_args))
     ]
     calls = one_epoch * epochs
     if not (own_log_probs or with_entropies):
         answers, old, entropies = await group.call_sequence(calls), None, None
     else:
-        *answers, outputs = await group.call_sequence([*calls, ("first_scores", no_args)])
+        *answers, outputs = await group.call_sequence([*calls, (PolicyWorker.first_scores, no_args)])
         old = schedule.gather(outputs, "output") if own_log_probs else None
         entropies = schedule.gather(outputs, "entropies") if with_entropies else None
     return UpdateResult(answers[0::2], [steps[0] for steps in answers[1::2]], old, entropies)

@@ -5,7 +5,7 @@
 The policy's log-probs are computed concurrently with the engines', or before the pause if the policy is offloaded from
 their device.
 
-`weight_sync` has the transports, `policy_worker` the trainer's side.
+`weight_sync` has the transports and `WeightSender`, which calls ranks and engines.
 """
 
 import asyncio
@@ -25,17 +25,15 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineInterface,
     PauseMode,
 )
-from skyrl_train.inference_engines.engine_handle import EngineHandle, LocalEngines
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
-from skyrl_train.inference_engines.remote.handles import RemoteEngines
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.colocation import Colocation
 from skyrl_train.utils.io import expand_path
-from skyrl_train.weight_sync.base import EngineHandles, LoraLoadRequest
+from skyrl_train.weight_sync.base import LoraLoadRequest
 from skyrl_train.weight_sync.canary import CanaryTolerance, LogProbs, canary_prompts, check_canaries
 from skyrl_train.weight_sync.fingerprint import differences
 from skyrl_train.weight_sync.plan import RankPlace, Strategy, init_infos_for, plan_routes
-from skyrl_train.weight_sync.sender import needs_staging
+from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.workers.policy_worker import PolicyWorker
 
 ADAPTER = "policy"
@@ -69,7 +67,8 @@ class WeightPublisher:
         self._kv_after_sync = asynchronous.kv_after_sync
         # A request that continues from its tokens recomputes their KV cache.
         self._pause: PauseMode = "abort" if self._kv_after_sync == "recompute" else cfg.pause_at_sync
-        self._connected = self._stages = False
+        self._connected = False
+        self._sender: WeightSender | None = None
         self._version = 0
         self._num_published = 0
         self._infos: list[EngineInfo] = []
@@ -128,20 +127,21 @@ class WeightPublisher:
     async def _send(self) -> dict[str, float]:
         if not self._connected:
             await self._open_connections()
-        staged: dict[str, int] = {}
-        if self._adapters_alone:
-            staged, *_ = await self._policy.call_all(PolicyWorker.write_adapters, self._version)
-        elif self._stages:
-            await self._policy.call_all(PolicyWorker.stage_weights, self._version)
+        written: dict[str, int] = {}
+        if self._sender is None:
+            written, *_ = await self._policy.call_all(PolicyWorker.write_adapters, self._version)
+        elif self._sender.is_staged:
+            await self._sender.stage(self._version)
         self._compares = self._is_canary_check_due()
         moves = not self._colocation.stays_beside_engines("policy")
         self._expected = await self._log_probs_of_policy() if self._compares and moves else None
         paused = time.monotonic()
         await self._client.pause_generation(self._pause)
-        if self._adapters_alone:
-            metrics, self.fingerprints = await self._load_adapters(staged), staged
+        if self._sender is None:
+            metrics, self.fingerprints = await self._load_adapters(written), written
         else:
-            (metrics, self.fingerprints), *_ = await self._policy.call_all(PolicyWorker.send_weights, self._version)
+            result = await self._sender.send(self._version)
+            metrics, self.fingerprints = result.metrics, result.fingerprints
         if self._kv_after_sync != "keep":
             await self._client.reset_prefix_cache()
         await self._client.resume_generation()
@@ -167,16 +167,16 @@ class WeightPublisher:
         if not self._adapters_alone:
             places = await self._policy.call_all(PolicyWorker.place)
             strategy = self._cfg.generator.weight_sync_strategy
-            await self._open_connection(self._client.engines, self._infos, places, strategy)
+            self._sender = await self._connect(self._client.engines, self._infos, places, strategy)
         self._connected = True
 
-    async def _open_connection(
+    async def _connect(
         self,
         engines: Sequence[InferenceEngineInterface],
         infos: Sequence[EngineInfo],
         places: Sequence[RankPlace],
         strategy: Strategy,
-    ) -> None:
+    ) -> WeightSender:
         generator, placement = self._cfg.generator, self._cfg.trainer.placement
         (address, port), *_ = await self._policy.call_all(PolicyWorker.rendezvous_point)
         routes = plan_routes(
@@ -199,13 +199,9 @@ class WeightPublisher:
             verification=generator.weight_sync_verification,
             timeout_seconds=generator.engine_control_timeout_seconds,
         )
-        self._stages = needs_staging(init_infos[0])
-        await self._policy.call_all(PolicyWorker.connect_engines, self._get_handles(engines), init_infos)
-
-    def _get_handles(self, engines: Sequence[InferenceEngineInterface]) -> EngineHandles:
-        if not self._cfg.generator.run_engines_locally:
-            return RemoteEngines(engines)
-        return LocalEngines([engine for engine in engines if isinstance(engine, EngineHandle)])
+        sender = WeightSender(self._policy, engines, init_infos)
+        await sender.connect()
+        return sender
 
     async def _restart(
         self, start: Callable[[int], Awaitable[InferenceEngineInterface]], index: int
@@ -242,10 +238,10 @@ class WeightPublisher:
             # Not through GPU memory: between syncs it may belong to the engines.
             is_near = any(place.node == infos[index].node for place in places)
             strategy = "shared_memory" if is_near else "broadcast"
-        await self._open_connection([engine], [infos[index]], places, strategy)
-        if self._stages:
-            await self._policy.call_all(PolicyWorker.stage_weights, self._version)
-        await self._policy.call_all(PolicyWorker.send_weights, self._version)
+        sender = await self._connect([engine], [infos[index]], places, strategy)
+        if sender.is_staged:
+            await sender.stage(self._version)
+        await sender.send(self._version)
 
     # ---- adapters alone
 

@@ -1,15 +1,12 @@
 """Data types and interfaces of weight sync between trainer and engines. Independent of both."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypedDict, TypeVar, TypeVarTuple
+from typing import Literal, TypedDict
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.types import JsonObject
-
-Args = TypeVarTuple("Args")
-T = TypeVar("T")
 
 Transport = Literal["shared_memory", "cuda_ipc", "broadcast", "checkpoint"]
 """Transport of bytes to an engine. `shared_memory`: a memory segment mapped by both processes (one machine).
@@ -102,6 +99,10 @@ class WeightUpdateRequest:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def describe(self) -> str:
+        """Describe the bucket and its tensors, for errors."""
+        return f"bucket {self.index} of version {self.version} ({self.names[0]} to {self.names[-1]})"
 
     def to_json_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -229,24 +230,67 @@ class WeightUpdates(ABC):
         and report a fingerprint of every updated tensor as held by the engine."""
 
 
-class EngineHandles(ABC):
-    """Interface of handles to all engines. Calls start immediately; `wait` returns their results, or raises an error
-    that names the engine, before a separate deadline."""
+@dataclass(frozen=True, kw_only=True)
+class WrittenBucket:
+    """Bucket written by one policy rank.
 
-    num_engines: int
+    Examples:
+        The second bucket; the fingerprint is of a tensor of the first one:
 
-    def call_all(self, method: Callable[[Any, *Args], object], *args: *Args) -> list[Any]:
-        """Start the same call to every engine."""
-        return [self.start(index, method, *args) for index in range(self.num_engines)]
+        >>> request = WeightUpdateRequest(
+        ...     names=["layer.bias"], dtypes=["float32"], shapes=[(3,)], version=7, index=1, num_bytes=12,
+        ...     location="/skyrl_1",
+        ... )
+        >>> WrittenBucket(request=request, fingerprints={"layer.weight": 99}).request.index
+        1
+    """
 
-    def call_each(self, method: Callable[[Any, T], object], args: Sequence[T]) -> list[Any]:
-        """Start a call to every engine, with the i-th argument for the i-th engine."""
-        return [self.start(index, method, arg) for index, arg in enumerate(args)]
+    request: WeightUpdateRequest | None
+    """Request to the engines that read from this rank; None: the previous bucket was the last, or the ranks send staged
+    buckets, which only rank 0 has."""
+    fingerprints: dict[str, int] = field(default_factory=dict)
+    """Fingerprints of the previous bucket's tensors, or of all staged ones after the last bucket; on rank 0."""
+    write_seconds: float = 0.0
+    fingerprint_seconds: float = 0.0
+
+
+class WeightSource(ABC):
+    """Weight sync methods that every policy rank implements. Each is a collective of all ranks."""
 
     @abstractmethod
-    def start(self, index: int, method: Callable[..., object], *args: object) -> Any:
-        """Start a call of the named method of engine `index`."""
+    def connect_engines(self, init_infos: Sequence[WeightSyncInitInfo]) -> None:
+        """Connect to the engines, replacing earlier connections. Returns before the engines have joined."""
 
     @abstractmethod
-    def wait(self, calls: list[Any]) -> list[Any]:
-        """Return the results of started calls."""
+    def stage_bucket(self, version: int, index: int) -> bool:
+        """Gather bucket `index` and, on rank 0, write or encode it without engines (`needs_staging`). Returns False if
+        the previous bucket was the last.
+
+        Raises:
+            WeightSyncError: the files cannot be written.
+        """
+
+    @abstractmethod
+    def write_bucket(self, version: int, index: int, held_version: int | None) -> WrittenBucket:
+        """Gather bucket `index` and write it to a location that engines can read. Called while the engines read bucket
+        `index - 1`, after they have read the one before.
+
+        Args:
+            held_version: the version of every engine, to which staged deltas may refer; None: unknown.
+
+        Raises:
+            WeightSyncError: not enough memory or disk space, or an engine left the process group.
+        """
+
+    @abstractmethod
+    def finish_sync(self, version: int) -> None:
+        """Record that every engine holds `version`."""
+
+    @abstractmethod
+    def abort_sync(self) -> None:
+        """End the sync after a failure: engines that wait for bytes of this rank fail."""
+
+
+def needs_staging(init_info: WeightSyncInitInfo) -> bool:
+    """Return whether part of the work is done before generation pauses: writing files, encoding."""
+    return init_info.encoding == "delta" or init_info.transport == "checkpoint"

@@ -98,10 +98,6 @@ class Payload:
             **place,
         )
 
-    def name(self, version: int, index: int) -> str:
-        """Describe the bucket and its tensors, for errors."""
-        return f"bucket {index} of version {version} ({self.names[0]} to {self.names[-1]})"
-
     def copy_to(self, flat: torch.Tensor) -> None:
         """Write the bytes to the start of `flat` (uint8, one dimension)."""
         start = 0

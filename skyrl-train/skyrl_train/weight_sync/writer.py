@@ -1,6 +1,6 @@
 """Writers of a policy rank for all transports by which engines read from it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -44,8 +44,8 @@ class RankWriter:
                 place |= writer.write(payload, version, index)  # each transport has separate fields
         except (OSError, RuntimeError, WeightSyncError) as error:
             raise WeightSyncError(
-                f"weight sync failed at {payload.name(version, index)}: policy rank {self._rank} could not write it "
-                f"for engines {self._engines}: {error or type(error).__name__}"
+                f"weight sync failed at {payload.request(version=version, index=index).describe()}: policy rank "
+                f"{self._rank} could not write it for engines {self._engines}: {error or type(error).__name__}"
             ) from error
         return place
 
@@ -68,21 +68,6 @@ class RankWriter:
     def close(self) -> None:
         for writer in self._writers:
             writer.close()
-
-
-def place_for(info: WeightSyncInitInfo, places: Sequence[Place]) -> Place:
-    """Return the location of a bucket for one engine.
-
-    Args:
-        places: location of the bucket on each rank.
-    """
-    own = [places[rank] for rank in info.sources]
-    # An engine may have processes on several GPUs: each selects the handle of its GPU.
-    return {"location": own[0].get("location", ""), "handles": _merge_places(place.get("handles", {}) for place in own)}
-
-
-def _merge_places(handles: Iterable[dict[str, object]]) -> dict[str, object]:
-    return {gpu: handle for of_rank in handles for gpu, handle in of_rank.items()}
 
 
 def _writer(init_info: WeightSyncInitInfo, device: torch.device) -> Writer:

@@ -14,20 +14,18 @@ from skyrl_train.training_backends.base import Gradient, MakeBackend, MetricSums
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
 from skyrl_train.utils.gpu_monitor import GpuMonitor, start_monitor
 from skyrl_train.utils.io import expand_path
-from skyrl_train.weight_sync.base import EngineHandles, WeightSyncInitInfo
+from skyrl_train.weight_sync.base import WeightSource, WeightSyncInitInfo, WrittenBucket
 from skyrl_train.weight_sync.cuda_ipc import gpu_uuid
 from skyrl_train.weight_sync.fingerprint import fingerprints_of
-from skyrl_train.weight_sync.lockstep import PolicyRanks
 from skyrl_train.weight_sync.payload import NamedTensor
 from skyrl_train.weight_sync.plan import RankPlace
-from skyrl_train.weight_sync.rank_part import RankPart
-from skyrl_train.weight_sync.sender import WeightSender, needs_staging
+from skyrl_train.weight_sync.rank_sender import RankSender
 from skyrl_train.workers.objectives.policy import PolicyObjective
 from skyrl_train.workers.profiler import StepProfiler, create_profiler
 from skyrl_train.workers.worker import Worker, create_backend
 
 
-class PolicyWorker(Worker):
+class PolicyWorker(Worker, WeightSource):
     """Rank of the model that is trained to act.
 
     Args:
@@ -52,8 +50,7 @@ class PolicyWorker(Worker):
         self._token_selector = token_selector
         self._first_log_probs = self._first_entropies = torch.empty(0)
         self._scored: set[int] = set()
-        self._sender: WeightSender | RankPart | None = None
-        self._stages = False
+        self._sender: RankSender | None = None
         self._profiler: StepProfiler | None = None
         self._monitor: GpuMonitor | None = None
 
@@ -160,36 +157,24 @@ class PolicyWorker(Worker):
         """Return the machine and GPU of this rank."""
         return RankPlace(node=platform.node(), gpu=gpu_uuid(self.backend.device))
 
-    def connect_engines(self, engines: EngineHandles, init_infos: Sequence[WeightSyncInitInfo]) -> None:
-        """Connect to the engines, replacing earlier connections. Rank 0 calls the engines, other ranks contribute their
-        part."""
+    def connect_engines(self, init_infos: Sequence[WeightSyncInitInfo]) -> None:
         self._close_engine_connections()
-        self._stages = needs_staging(init_infos[0])
-        device, ranks = self.backend.device, PolicyRanks(self.parallel.rank, self.parallel.world_size)
-        if ranks.rank > 0:
-            self._sender = RankPart(init_infos, device, ranks, max_bucket_bytes=self._bucket_bytes)
-        else:
-            self._sender = WeightSender(
-                engines,
-                init_infos,
-                device,
-                ranks,
-                max_bucket_bytes=self._bucket_bytes,
-                verification=self._verification,
-            )
+        self._sender = RankSender(
+            init_infos, self.parallel.rank, self.backend.device, self._parameters, max_bucket_bytes=self._bucket_bytes
+        )
 
-    def stage_weights(self, version: int) -> None:
-        """Prepare files or deltas while engines still generate, if `needs_staging`. A collective."""
-        self._connected.stage(self._parameters(), version)
+    def stage_bucket(self, version: int, index: int) -> bool:
+        return self._connected.stage_bucket(version, index)
 
-    def send_weights(self, version: int) -> tuple[dict[str, float], dict[str, int]]:
-        """Send the weights to every engine and compare fingerprints. A collective.
+    def write_bucket(self, version: int, index: int, held_version: int | None) -> WrittenBucket:
+        return self._connected.write_bucket(version, index, held_version)
 
-        Returns:
-            on rank 0, metrics of the send and the fingerprint of each tensor.
-        """
-        result = self._connected.send(None if self._stages else self._parameters(), version)
-        return result.metrics, result.fingerprints
+    def finish_sync(self, version: int) -> None:
+        self._connected.finish(version)
+
+    def abort_sync(self) -> None:
+        if self._sender is not None:
+            self._sender.abort()
 
     def write_adapters(self, version: int) -> dict[str, int]:
         """Write only the adapters, for engines to load, and delete older versions. A collective.
@@ -242,7 +227,7 @@ class PolicyWorker(Worker):
         return self.backend.gather_parameters(self._engine_dtype)
 
     @property
-    def _connected(self) -> WeightSender | RankPart:
+    def _connected(self) -> RankSender:
         if self._sender is None:
             raise ValueError("no engines are connected: connect_engines() comes first")
         return self._sender

@@ -14,6 +14,7 @@ import skyrl_gym
 from skyrl_inspect.diff import compare_runs
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.trainer import RayPPOTrainer
+from skyrl_train.weight_sync.base import WrittenBucket
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train_testing.tiny_runs import merge_settings, register_environments
 
@@ -118,13 +119,13 @@ class FlippingPolicy(PolicyWorker):
                 tensor.view(-1)[3] *= -1
             yield name, tensor
 
-    def send_weights(self, version: int) -> Any:
+    def write_bucket(self, version: int, index: int, held_version: int | None) -> WrittenBucket:
         self._version = version
-        return super().send_weights(version)
+        return super().write_bucket(version, index, held_version)
 
-    def stage_weights(self, version: int) -> None:
+    def stage_bucket(self, version: int, index: int) -> bool:
         self._version = version
-        super().stage_weights(version)
+        return super().stage_bucket(version, index)
 
 
 class FlippingTrainer(RayPPOTrainer):

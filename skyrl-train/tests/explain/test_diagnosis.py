@@ -64,15 +64,15 @@ def test_stopped_rank_is_cause_and_peer_waits():
 def test_wait_chain_leads_from_engine_to_trainer():
     """Rank 1 is in a gather for rank 0, which waits for the engine, which is stopped."""
     first, *_ = diagnosed(
-        trainer(wait(1, TRAINER, "send_weights", RANKS)),
+        trainer(wait(1, TRAINER, "write_bucket", RANKS)),
         rank(
             0,
-            wait(1, "policy worker 0", "send_weights"),
-            wait(2, "policy worker 0", "the weights to arrive", "engine 0", parent=1),
+            wait(1, "policy worker 0", "write_bucket"),
+            wait(2, "policy worker 0", "a call", "engine 0", parent=1),
         ),
         rank(
             1,
-            wait(1, "policy worker 1", "send_weights"),
+            wait(1, "policy worker 1", "write_bucket"),
             wait(2, "policy worker 1", "all_gather_object #7", PEERS, parent=1),
         ),
         process("engine 0", 20, wait(1, "engine 0", "update_named_weights"), state="T"),
@@ -169,7 +169,7 @@ def test_deadlock_is_shown_as_cycle():
 
 def test_exited_process_counts_until_replaced():
     dead = process("engine 0", 20, wait(1, "engine 0", "update_named_weights"), state=GONE, began=1.0, log="e.log")
-    waiting_for_it = trainer(wait(1, TRAINER, "send_weights", "engine 0"))
+    waiting_for_it = trainer(wait(1, TRAINER, "write_bucket", "engine 0"))
     first, *_ = diagnosed(waiting_for_it, dead)
     assert first.cause == "engine 0 (pid 20) is dead; its last wait: update_named_weights"
     assert "e.log" in first.remedy

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.launcher import Calls
 from skyrl_train.training_backends.base import ParallelInfo, RankInfo
@@ -48,6 +50,37 @@ def test_rows_reach_all_stages_and_results_are_from_last_stage():
         await group.init_model()
         assert (group.data_parallel_size, group.token_budget(100)) == (2, 200)
         assert await group.call_all(PipelineRank.answer, "same") == [(rank, "same") for rank in range(4)]
-        return await group.call_data_parallel("answer", [("first half",), ("second half",)])
+        return await group.call_data_parallel(PipelineRank.answer, [("first half",), ("second half",)])
 
     assert asyncio.run(answers()) == [(1, "first half"), (3, "second half")]
+
+
+async def test_reservation_delays_calls_of_other_tasks_only():
+    group = ActorGroup("policy", RanksHere(2), device="cpu", timeout_seconds=10)
+    order: list[str] = []
+
+    async def call(name: str) -> None:
+        await group.call_all(PipelineRank.answer, name)
+        order.append(name)
+
+    async def reserve(name: str) -> None:
+        async with group.reserve():
+            for part in ("first", "second"):
+                await asyncio.gather(call(f"{name} {part}"))  # from a task of its own
+                await asyncio.sleep(0)
+
+    await group.init_model()
+    async with asyncio.TaskGroup() as tasks:
+        for name in ("a", "b"):
+            tasks.create_task(reserve(name))
+        tasks.create_task(call("other"))
+    assert order == ["a first", "a second", "b first", "b second", "other"]
+
+
+async def test_failed_reservation_ends():
+    group = ActorGroup("policy", RanksHere(2), device="cpu", timeout_seconds=10)
+    await group.init_model()
+    with pytest.raises(ZeroDivisionError):
+        async with group.reserve():
+            raise ZeroDivisionError
+    await group.call_all(PipelineRank.answer, "later")

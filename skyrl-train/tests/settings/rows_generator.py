@@ -106,7 +106,7 @@ def _vllm_modules() -> dict[str, ModuleType]:
 def connection(bench: Bench, settings: Settings) -> Any:
     """Return the connection of workers and engines for weights; in one process or not."""
     run = bench.run(settings)
-    [infos] = [args[1] for name, args in run.record.calls if name == "connect_engines"][:1]
+    [infos] = [args[0] for name, args in run.record.calls if name == "connect_engines"][:1]
     return [
         (info.transport, info.encoding, info.backend, info.directory.replace(str(run.folder), ""), info.verification)
         for info in infos

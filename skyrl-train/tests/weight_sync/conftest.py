@@ -9,10 +9,10 @@ import pytest
 
 from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train.weight_sync.plan import Route, init_infos_for
-from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train_testing.weight_holders import CPU, HolderInfo, HoldersInThreads, WeightHolder
+from skyrl_train_testing.weight_holders import HolderInfo, WeightHolder, engines_in_threads
+from skyrl_train_testing.weight_sources import BlockingSender
 
-Connect = Callable[..., WeightSender]
+Connect = Callable[..., BlockingSender]
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def connect(tmp_path: Path) -> Iterator[Connect]:
             verification: Any = "sampled",
             max_bucket_bytes: int = 1_000_000,
             timeout_seconds: float = 20.0,
-        ) -> WeightSender:
+        ) -> BlockingSender:
             infos = init_infos_for(
                 [Route(*ways)] * len(holders),
                 [HolderInfo()] * len(holders),
@@ -36,8 +36,8 @@ def connect(tmp_path: Path) -> Iterator[Connect]:
                 verification=verification,
                 timeout_seconds=timeout_seconds,
             )
-            engines = HoldersInThreads(holders, timeout_seconds)
-            sender = WeightSender(engines, infos, CPU, max_bucket_bytes=max_bucket_bytes, verification=verification)
+            engines = engines_in_threads(holders, timeout_seconds)
+            sender = BlockingSender(engines, infos, max_bucket_bytes=max_bucket_bytes)
             opened.callback(sender.close)
             for holder in holders:
                 assert holder.receiver is not None

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from skyrl_train.weight_sync.plan import Route, init_infos_for
-from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train_testing.weight_holders import HolderInfo, HolderProcesses, WeightHolder
+from skyrl_train_testing.weight_sources import BlockingSender
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +30,7 @@ def test_engine_on_same_gpu_has_trainer_weights(most: int):
     infos = init_infos_for([Route("cuda_ipc")], [HolderInfo()], verification="full")
     with HolderProcesses(1, partial(HolderOnGpu)) as engines:
         engines.wait_for_start()
-        sender = WeightSender(engines, infos, device, max_bucket_bytes=most, verification="full")
+        sender = BlockingSender(engines.engines, infos, device, max_bucket_bytes=most)
         for version in (1, 2, 3):
             weights = [(name, torch.randn(shape, device=device)) for name, shape in SHAPES]
             assert sender.send(weights, version).metrics["bytes"] == 32_000_000

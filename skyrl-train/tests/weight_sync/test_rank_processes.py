@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -24,60 +25,62 @@ DEADLINE_SECONDS = 6.0
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncRanks]:
-    with SyncRanks(4, 4, SHAPES, tmp_path_factory.mktemp("logs"), DEADLINE_SECONDS) as ranks:
+    with SyncRanks(
+        4, 4, SHAPES, tmp_path_factory.mktemp("logs"), most=MOST, deadline_seconds=DEADLINE_SECONDS
+    ) as ranks:
         yield ranks
 
 
 def sync(policy: SyncRanks, version: int) -> None:
-    policy.call("load", version)
-    policy.call("send", version, 0.02)
-    assert policy.call("num_different", version)[0] == [0, 0, 0, 0]
+    policy.load(version, 0.02)
+    policy.send(version)
+    assert policy.count_different(version) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("routes", [OWN_RANK, MIXED, [Route("broadcast")] * 4], ids=["own", "mixed", "broadcast"])
 def test_random_delays_and_slow_engine_keep_bits(policy, routes):
-    policy.connect(routes, MOST)
-    policy.call("be_slow", 1, 0.05)
+    policy.connect(routes)
+    policy.engines.call(1, "be_slow", 0.05)
     for version in (1, 2, 3):
         sync(policy, version)
-    policy.call("be_slow", 1, 0.0)
+    policy.engines.call(1, "be_slow", 0.0)
 
 
 @pytest.mark.parametrize("routes", [OWN_RANK, MIXED], ids=["own", "mixed"])
 def test_crashed_engine_is_named_on_every_rank_and_next_sync_works(policy, routes):
-    policy.connect(routes, MOST)
+    policy.connect(routes)
     sync(policy, 1)
-    policy.call("load", 2)
+    policy.load(2, 0.02)
+    blow = threading.Timer(0.1, policy.engines.processes[2].kill)
     began = time.monotonic()
-    first, *others = policy.call("outcome_of_send", 2, 0.02, 2)
+    blow.start()
+    error = policy.get_error_of_send(2)
     assert time.monotonic() - began < 4 * DEADLINE_SECONDS
-    assert "weight sync failed at bucket" in first and "of version 2" in first
-    assert "engine 2 died (exit code -9)" in first or "weight-sync group died" in first
-    assert others == [f"policy rank 0 failed: {first}"] * 3
-    policy.call("restart", 2)
-    policy.connect(routes, MOST)
+    assert "weight sync failed at bucket" in error and "of version 2" in error
+    assert "engine 2: died (exit code -9)" in error or "weight-sync group died" in error
+    policy.engines.restart(2)
+    policy.connect(routes)
     sync(policy, 3)
 
 
 def test_hanging_engine_is_named_after_deadline(policy):
-    policy.connect(OWN_RANK, MOST)
-    policy.call("load", 2)
-    policy.call("be_slow", 3, 60.0)
+    policy.connect(OWN_RANK)
+    policy.load(2, 0.02)
+    policy.engines.call(3, "be_slow", 60.0)
     began = time.monotonic()
-    first, *others = policy.call("outcome_of_send", 2, 0.02)
+    error = policy.get_error_of_send(2)
     assert DEADLINE_SECONDS <= time.monotonic() - began < 3 * DEADLINE_SECONDS
-    assert "at bucket 0 of version 2 (layer.0 to layer.1): engines [3] did not answer within 6 s" in first
-    assert others == [f"policy rank 0 failed: {first}"] * 3
-    policy.call("restart", 3)
+    assert "at bucket 0 of version 2 (layer.0 to layer.1): engine 3 did not answer within 6 s" in error
+    policy.engines.restart(3)
 
 
 def test_crashed_rank_ends_call_and_is_named(policy):
     """The last test: the group is gone with it."""
-    policy.connect(OWN_RANK, MOST)
-    policy.call("load", 4)
+    policy.connect(OWN_RANK)
+    policy.load(4, 0.3)
 
     async def kill_in_mid_send() -> None:
-        sending = asyncio.ensure_future(policy.ranks.call([[("send", (4, 0.3))]] * 4, 60, "the test's deadline"))
+        sending = asyncio.ensure_future(policy.start_send(4))
         await asyncio.sleep(1.0)
         os.kill(policy.ranks.pids()[3], signal.SIGKILL)
         await sending

@@ -107,20 +107,22 @@ class Learners:
         columns = ("sequences", "attention_mask", "kept_counts", "kept_ids")
         inputs = batch.select([name for name in columns if name in batch])
         args = list(zip(schedule.split(inputs), schedule.whole(), strict=True))
-        before = schedule.gather(await group.call_data_parallel("forward", args), "output")
+        before = schedule.gather(await group.call_data_parallel(Worker.forward, args), "output")
         full = TrainingInputBatch(dict(batch), metadata=batch.metadata)
         add_advantages_of_trainer(kind, cfg, full, before, stage_old)
-        await group.call_data_parallel("load_batch", [(own,) for own in schedule.split(full)])
+        await group.call_data_parallel(Worker.load_batch, [(own,) for own in schedule.split(full)])
         [micro_batches] = schedule.mini_batches
-        sums = merge_metric_sums(await group.call_data_parallel("forward_backward", [(own,) for own in micro_batches]))
+        sums = merge_metric_sums(
+            await group.call_data_parallel(Worker.forward_backward, [(own,) for own in micro_batches])
+        )
         if not stage_old:
             before = schedule.gather(
-                await group.call_data_parallel("first_scores", [()] * group.data_parallel_size), "output"
+                await group.call_data_parallel(PolicyWorker.first_scores, [()] * group.data_parallel_size), "output"
             )
         selected = None
         if kind == "policy" and cfg.trainer.algorithm.policy_loss_type in TokenSelectorRegistry:
             selected = schedule.gather(
-                await group.call_data_parallel("selected_tokens", [()] * group.data_parallel_size), "output"
+                await group.call_data_parallel(PolicyAgain.selected_tokens, [()] * group.data_parallel_size), "output"
             )
         stepped, *_ = await group.call_all(Worker.optim_step)
         weights, *_ = await group.call_all(Worker.full_state)

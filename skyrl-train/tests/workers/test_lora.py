@@ -19,7 +19,8 @@ from skyrl_train.weight_sync.base import WeightSyncInitInfo
 from skyrl_train.weight_sync.fingerprint import differences, fingerprints_of
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.worker import CriticWorker, Worker
-from skyrl_train_testing.weight_holders import HoldersInThreads, WeightHolder
+from skyrl_train_testing.weight_holders import WeightHolder, engines_in_threads
+from skyrl_train_testing.weight_sources import send_once
 
 IDS = torch.randint(2, 64, (3, 10), generator=torch.Generator().manual_seed(0))
 MakeConfig = Callable[..., Any]
@@ -193,7 +194,7 @@ def test_export_has_merged_weights_and_separate_adapter(
         assert torch.equal(whole.get_parameter(name), tensor)
 
 
-def test_engine_receives_merged_weights(with_lora, start, ragged_batch, tiny_model):
+async def test_engine_receives_merged_weights(with_lora, start, ragged_batch, tiny_model):
     cfg = with_lora()
     cfg.generator.model_dtype = "float32"
     worker = start(policy_of(cfg))
@@ -201,8 +202,7 @@ def test_engine_receives_merged_weights(with_lora, start, ragged_batch, tiny_mod
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     holder = WeightHolder((name, parameter.data) for name, parameter in model.named_parameters())
     before = logits(model)
-    worker.connect_engines(HoldersInThreads([holder]), [WeightSyncInitInfo(transport="shared_memory")])
-    worker.send_weights(1)
+    await send_once(worker, engines_in_threads([holder]), [WeightSyncInitInfo(transport="shared_memory")])
     assert holder.version == 1
     after = logits(model)
     assert (after - before).abs().max() > 0.01

@@ -1,6 +1,5 @@
 """Biases that choose experts are buffers, which no optimizer trains: exports hold them, and engines get them."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.training_backends.base import RankInfo
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
 from skyrl_train.workers.policy_worker import PolicyWorker
-from skyrl_train_testing.engine_conformance.transfer import EnginesHere
 from skyrl_train_testing.tiny_models import build_character_tokenizer
-from skyrl_train_testing.weight_holders import HoldersInThreads, WeightHolder
+from skyrl_train_testing.weight_holders import WeightHolder, engines_in_threads
+from skyrl_train_testing.weight_sources import send_once
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 PROMPT = list(range(5, 25))
@@ -72,12 +71,11 @@ def test_export_has_every_checkpoint_tensor(policy: PolicyWorker, mixture: str, 
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
 
 
-def test_engines_receive_float32_bias_with_bfloat16_weights(policy: PolicyWorker, mixture: str):
+async def test_engines_receive_float32_bias_with_bfloat16_weights(policy: PolicyWorker, mixture: str):
     policy.cfg.generator.model_dtype = "bfloat16"
     expected = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.bfloat16).state_dict()
     holder = WeightHolder((name, torch.zeros_like(tensor)) for name, tensor in expected.items())
-    policy.connect_engines(HoldersInThreads([holder]), INFOS)
-    policy.send_weights(1)
+    await send_once(policy, engines_in_threads([holder]), INFOS)
     assert expected[BIAS].dtype == torch.float32 and expected["lm_head.weight"].dtype == torch.bfloat16
     assert all(torch.equal(holder.parameters[name], tensor) for name, tensor in expected.items())
 
@@ -86,9 +84,7 @@ async def test_native_engine_with_dummy_weights_routes_as_policy_after_sync(poli
     policy.cfg.generator.model_dtype = "float32"
     engine = NativeInferenceEngine(mixture, dummy_weights=True)
     try:
-        handles = EnginesHere([engine], asyncio.get_running_loop(), 30.0)
-        await asyncio.to_thread(policy.connect_engines, handles, INFOS)
-        await asyncio.to_thread(policy.send_weights, 1)
+        await send_once(policy, [engine], INFOS)
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         output = await engine.generate_batch(InferenceEngineInput(prompt_token_ids=[PROMPT], sampling_params=params))
         given = output.get("prompt_logprobs")

@@ -11,6 +11,7 @@ import torch
 from skyrl_train.expert_routes import no_route
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.worker import Worker
 
 
@@ -42,17 +43,17 @@ async def take_step(
         return list(zip(schedule.split(rows), schedule.whole(), strict=True))
 
     inputs = batch.select(["sequences", "attention_mask"])
-    recorded = await group.call_data_parallel("forward_recording_routes", args(inputs))
+    recorded = await group.call_data_parallel(PolicyWorker.forward_recording_routes, args(inputs))
     log_probs, routes = schedule.gather(recorded, "output"), schedule.gather(recorded, "expert_routes")
     full = TrainingInputBatch(dict(batch), metadata=batch.metadata)
     full["expert_routes"] = change(routes)
     inputs = full.select(["sequences", "attention_mask", "expert_routes"])
-    replayed = schedule.gather(await group.call_data_parallel("forward", args(inputs)), "output")
+    replayed = schedule.gather(await group.call_data_parallel(Worker.forward, args(inputs)), "output")
     full["action_log_probs"] = replayed
     full["loss_weights"] = batch.tensor("loss_mask") / batch.tensor("loss_mask").sum()
-    await group.call_data_parallel("load_batch", [(own,) for own in schedule.split(full)])
+    await group.call_data_parallel(Worker.load_batch, [(own,) for own in schedule.split(full)])
     [micro_batches] = schedule.mini_batches
-    sums = await group.call_data_parallel("forward_backward", [(own,) for own in micro_batches])
+    sums = await group.call_data_parallel(Worker.forward_backward, [(own,) for own in micro_batches])
     stepped, *_ = await group.call_all(Worker.optim_step)
     total = {name: float(sum(each[name] for each in sums)) for name in sums[0] if not name.startswith("max/")}
     return Step(log_probs, routes, replayed, total, stepped["grad_norm"])

@@ -49,8 +49,7 @@ _LATE_SECONDS, _LATE_TRIES = 0.5, 20
 
 
 class RemoteInferenceEngine(InferenceEngineInterface):
-    """Rollout engine on one server. Its requests belong to one event loop; weight updates may come from another loop or
-    process (`RemoteEngines`).
+    """Rollout engine on one server.
 
     Args:
         url: `host:port` or a URL

@@ -1,6 +1,5 @@
 """The shared key of servers started elsewhere: the door, the trainer's side, and the command that starts a server."""
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.engines import read_remote_api_key, start_engines
 from skyrl_train.entrypoints.serve_vllm import build_server_command
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference_engines.remote.handles import RemoteEngines
 from skyrl_train.inference_engines.remote.key_guard import KeyGuard
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
 from skyrl_train.inference_engines.remote.vllm import start_command
@@ -85,10 +83,7 @@ def test_trainer_reads_server_key_from_file_or_environment(
         monkeypatch.setenv("SKYRL_ENGINE_API_KEY", KEY)
         start_engines(config(url, served_model), tokenizer)
 
-        handles = pickle.loads(pickle.dumps(RemoteEngines([engine])))
-        assert handles.wait(handles.call_all(RemoteInferenceEngine.weight_version)) == [0]
-        handles.close()
-        logger.warning(f"{engine} {vars(engine)} {vars(engine._server)} {handles._connect} {cfg}")
+        logger.warning(f"{engine} {vars(engine)} {vars(engine._server)} {cfg}")
     assert not any(KEY in line for line in log)
     assert not any("asks nobody for a key" in line for line in log)
 

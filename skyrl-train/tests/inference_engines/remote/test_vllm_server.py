@@ -2,7 +2,6 @@
 engine keeps."""
 
 import asyncio
-import pickle
 from collections.abc import AsyncIterator
 
 import httpx
@@ -17,12 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skyrl_train.errors import ConfigError, UnsupportedByEngine
 from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.remote.check import check_server
-from skyrl_train.inference_engines.remote.handles import RemoteEngines
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
 from skyrl_train.inference_engines.server_child import ServerChild
 from skyrl_train.weight_sync.plan import Route, init_infos_for
 from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train_testing.engine_conformance import CHECKS, Check, EngineUnderTest, Reference, make_tiny_model, run_check
+from skyrl_train_testing.weight_sources import RanksInThreads, TensorSource
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -89,16 +88,13 @@ async def test_check_accepts_served_model_and_rejects_other(
     await stranger.teardown()
 
 
-async def test_pickled_handle_sends_weights_from_other_process(
-    engine: RemoteInferenceEngine, served_model: str
-) -> None:
-    """Sent from a thread with an event loop of its own, between two requests of this one; and back again."""
+async def test_weights_are_sent_while_request_waits(engine: RemoteInferenceEngine, served_model: str) -> None:
+    """New weights, and the original ones again."""
     reference = Reference(served_model, torch.float32)
-    handles = pickle.loads(pickle.dumps(RemoteEngines([engine])))
     infos = init_infos_for([Route("shared_memory")], [await engine.describe()])
-    sender = await asyncio.to_thread(
-        WeightSender, handles, infos, torch.device("cpu"), max_bucket_bytes=1 << 16, verification="sampled"
-    )
+    source = TensorSource(max_bucket_bytes=1 << 16)
+    sender = WeightSender(RanksInThreads([source]), [engine], infos)
+    await sender.connect()
     version = await engine.weight_version()
     for weights in (reference.changed(seed=3), reference.original):
         version += 1
@@ -110,7 +106,8 @@ async def test_pickled_handle_sends_weights_from_other_process(
                 )
             )
         )
-        result = await asyncio.to_thread(sender.send, weights.items(), version)
+        source.tensors = weights.items()
+        result = await sender.send(version)
         assert result.reports[0].version == version
         assert not asked.done()
         await engine.resume_generation()
@@ -120,8 +117,7 @@ async def test_pickled_handle_sends_weights_from_other_process(
         with reference.holding(weights):
             expected = reference.log_probs(PROMPT, output["response_ids"][0])
         torch.testing.assert_close(torch.tensor(output["response_logprobs"][0]), expected, atol=2e-4, rtol=0)
-    await asyncio.to_thread(sender.close)
-    handles.close()
+    source.close()
 
 
 async def test_engine_object_in_other_process_uses_newest_adapter(
