@@ -30,9 +30,8 @@ class FullyAsyncConfig(BaseConfig):
 
     on_stale: Literal["drop", "regenerate", "mask"] = "regenerate"
     """Handling of a group that exceeds S, if `order` admits one. `regenerate` generates it again at once, `drop` at the
-    end of its epoch; the second time, the trainer waits for it, so that all prompts are trained equally often. `mask`
-    masks the tokens older than S, which mostly belong to long responses and thus biases training towards short ones. A
-    group without remaining tokens is generated again, as with `regenerate`."""
+    end of its epoch; the second time, the trainer waits for it. `mask` masks the tokens older than S, which biases
+    training towards short responses; a group without remaining tokens is generated again."""
 
     sample_full_batch: bool = False
     """Skip groups whose samples all have the same reward and fill the step with others. Needs

@@ -87,7 +87,7 @@ class GeneratorConfig(BaseConfig):
 
     remote_inference_engine_api_key_file: str | None = None
     """File whose only line is the API key of these servers, sent with every request. null: the environment variable
-    `SKYRL_ENGINE_API_KEY`, if set. The key itself is not a setting, so that it appears in no log."""
+    `SKYRL_ENGINE_API_KEY`, if set."""
 
     model_name: str = make_reference("${trainer.policy.model.path}")
     """Model that the engines load."""
@@ -180,8 +180,7 @@ class GeneratorConfig(BaseConfig):
     so far."""
 
     max_requests_per_engine: int | None = 8192
-    """Maximum number of requests that the client has in flight on one engine; further ones queue in the client in
-    order, where a pause can hold them and another engine can take them. null: no limit."""
+    """Maximum number of requests in flight on one engine; further ones queue in the client in order. null: no limit."""
 
     max_engine_restarts: int = 3
     """Maximum number of restarts of crashed or hanging engines, over all engines of a run; one more failure ends the
@@ -195,7 +194,7 @@ class GeneratorConfig(BaseConfig):
 
     engine_health_interval_seconds: float = 10.0
     """Interval of health checks of an engine, in seconds. An engine that neither responds nor makes progress for three
-    intervals is considered crashed. 0: no checks, failures are noticed by failing requests only."""
+    intervals is considered crashed. 0: no checks."""
 
     enable_http_endpoint: bool = False
     """Serve the engines through an OpenAI-compatible HTTP endpoint during the run."""
@@ -207,8 +206,8 @@ class GeneratorConfig(BaseConfig):
     """Port that the endpoint listens on. 0: any free port, which is logged."""
 
     http_endpoint_max_requests: int = 16384
-    """Maximum number of completions that the endpoint processes or queues (each prompt and each of its `n` choices
-    counts); further requests get status 429 and should be retried."""
+    """Maximum number of completions that the endpoint processes or queues (each of a prompt's `n` choices counts);
+    further requests get status 429."""
 
     served_model_name: str | None = None
     """Name of the model for clients of the endpoint. null: `generator.model_name`."""

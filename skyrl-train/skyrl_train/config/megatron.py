@@ -23,8 +23,8 @@ class MegatronDDPConfig(BaseConfig):
     """Accumulate and reduce gradients in float32 if the model computes in bfloat16."""
 
     overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward runs. Must be false: backward hooks would start the reduction in the first
-    micro-batches of an optimizer step and miss the later ones."""
+    """Reduce gradients while the backward runs. Must be false: hooks would reduce the first micro-batches of an
+    optimizer step and miss the later ones."""
 
     overlap_param_gather: bool = False
     """Gather updated weights while the next forward runs. Must be false: it needs `overlap_grad_reduce`."""
@@ -67,9 +67,7 @@ class MegatronModelConfig(BaseConfig):
     Activations are recomputed only if `trainer.gradient_checkpointing` is on."""
 
     moe_token_dispatcher_type: Literal["alltoall"] = "alltoall"
-    """Method of sending tokens to the ranks of their experts. (Not supported: megatron-core's `allgather`, which needs
-    equally many tokens on every rank, whereas packed sequences differ in length; `flex`, which needs further
-    libraries.)"""
+    """Method of sending tokens to the ranks of their experts."""
 
     def __post_init__(self) -> None:
         self.transformer_config_kwargs = RECOMPUTATION | dict(self.transformer_config_kwargs)

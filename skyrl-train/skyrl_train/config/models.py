@@ -179,9 +179,8 @@ class PolicyConfig(BaseConfig):
     routing_replay: Literal["off", "R2", "R3"] = "off"
     """Replay of expert routing in mixture-of-experts policies: training sends each token to recorded experts instead of
     those that the router would choose now; the router still computes their weights. `R2`: experts chosen by the forward
-    that computed the log-probs at the start of the step (the policy's own choice if one optimizer step covers all
-    rows). `R3`: experts chosen by the rollout engine when it computed the token, which differ now and then because of
-    its numerics. `off`: the router chooses in every forward. The reference model and the critic never replay."""
+    that computed the log-probs at the start of the step. `R3`: experts chosen by the rollout engine when it computed
+    the token. `off`: the router chooses in every forward. The reference model and the critic never replay."""
 
     sampling_mask_replay: bool = False
     """Replay of sampling masks if `top_p`, `top_k` or `min_p` of `generator.sampling_params` truncate
