@@ -121,7 +121,7 @@ class OverlongBufferConfig(BaseConfig):
     counts: Literal["response", "context"] = "response"
     """Length that is compared with L. `response`: tokens of the response, with L =
     `generator.sampling_params.max_generate_length` (as in the paper). `context`: tokens of prompt and response, with L
-    = `max_generate_length` + `generator.max_input_length`; milder, because few prompts reach their limit."""
+    = `max_generate_length` + `generator.max_input_length`."""
 
 
 def _list_registrations() -> list[Registration[Any, Any]]:

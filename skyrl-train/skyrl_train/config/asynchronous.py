@@ -50,7 +50,7 @@ class FullyAsyncConfig(BaseConfig):
     """Handling of cached keys and values computed with the weights before a sync. `keep`: running requests continue
     with them; new requests do not use them. `clear`: the prefix cache is cleared as well. `recompute`: running requests
     are recomputed up to their last token, so that every log-prob belongs to one weight version (needs `pause` `keep` or
-    `abort`, and costs a prefill)."""
+    `abort`)."""
 
     clear_kv_cache_on_weight_sync: bool = False
     """Deprecated form of `kv_after_sync=clear`."""

@@ -233,22 +233,22 @@ class TrainerConfig(BaseConfig):
     same command thus finds its run again. (Quotes for Hydra: `"trainer.run_name='sweep-{fingerprint}'"`.)"""
 
     run_dir: str = "~/skyrl-runs/${trainer.project_name}/${trainer.run_name}"
-    """Folder of the run: settings, metrics, trajectories, logs, and (unless set otherwise) checkpoints and exports."""
+    """Folder of settings, metrics, trajectories, logs, and by default checkpoints and exports."""
 
     log_path: str | None = None
-    """Folder for process logs, which are written to its subfolder `project_name`/`run_name`; `run_dir`/logs links to
-    it. With several nodes it must be on a shared file system. null: `run_dir`/logs itself."""
+    """Folder for process logs, in its subfolder `project_name`/`run_name`; with several nodes on a shared file system.
+    null: `run_dir`/logs."""
 
     logger: TrackerName | list[TrackerName] = "console"
-    """Destinations of metrics, one name or several: the console, and services of accelerate.tracking (the extra
-    `tracking` installs the first four). metrics.jsonl in the run folder is always written."""
+    """Destinations of metrics besides metrics.jsonl: the console, and services of accelerate.tracking (the extra
+    `tracking` installs the first four)."""
 
     tags: list[str] | None = None
     """Tags of this run in the experiment tracker (wandb, swanlab, clearml)."""
 
     num_logger_train_samples: int = -1
-    """Number of training samples of each step, the first of the batch, that are sent to the experiment tracker as a
-    table of prompt, response and reward (wandb, tensorboard, swanlab). <= 0: none."""
+    """Number of training samples of each step that are sent to the experiment tracker as a table (wandb, tensorboard,
+    swanlab). <= 0: none."""
 
     num_logger_eval_samples: int = -1
     """The same for the samples of each evaluation."""
@@ -268,8 +268,8 @@ class TrainerConfig(BaseConfig):
     docs/extending.md). The default ones report memory, advise on asynchronous throughput, and check `curve_bands`."""
 
     ckpt_path: str = "${trainer.run_dir}/ckpts"
-    """Folder of the checkpoints, `global_step_N` each, on a file system that all nodes share; or a URL of an object
-    store, `s3://bucket/folder`, `gs://…` (the extra `cloud`): each rank writes its files there itself."""
+    """Folder of the checkpoints on a file system that all nodes share; or a URL of an object store,
+    `s3://bucket/folder`, `gs://…` (the extra `cloud`)."""
 
     ckpt_interval: int = 10
     """Training steps between checkpoints; one follows the last step as well. <= 0: never."""
@@ -290,8 +290,8 @@ class TrainerConfig(BaseConfig):
 
     resume_allow_changes: bool = False
     """Resume from a checkpoint of a different experiment. If false, a run is rejected when its training data (by
-    content), environment, models, seeds, batch sizes, samples per prompt, advantage estimator or policy loss differ
-    from the checkpoint. Other settings, such as the learning rate, may always change; differences are logged."""
+    content), environment, models, seeds, batch sizes, samples per prompt, advantage estimator or policy loss differ.
+    Other settings may always change."""
 
     export_path: str = "${trainer.run_dir}/exports"
     """Folder, or URL, of exported models, dumped batches and evaluations."""
@@ -313,16 +313,16 @@ class TrainerConfig(BaseConfig):
     of each step's batch and weights for `python -m skyrl_train.diff`."""
 
     dump_token_columns: bool = True
-    """With `dump_trajectories`, also write per-token training values: the policy's log-prob before the step and its
-    entropy, the advantage, and whether the token was trained. About 15 bytes per token."""
+    """With `dump_trajectories`, also write log-prob, entropy, advantage and mask of each token as trained. About 15
+    bytes per token."""
 
     compress_trajectories: bool = False
     """Compress trajectories and per-token training values in the run folder with gzip: about a third of the size, 7 ms
     per MB."""
 
     max_trajectories_gb: float | None = None
-    """Limit in GB (1e9 bytes) on stored trajectories and per-token values of training steps in the run folder. Beyond
-    it the oldest steps are deleted, except for the newest step. Evaluations are kept. null: no limit."""
+    """Limit in GB (1e9 bytes) on stored trajectories of training steps; beyond it the oldest steps are deleted. null:
+    no limit."""
 
     max_consecutive_skipped_updates: int | None = 10
     """Number of consecutive optimizer steps skipped because of a non-finite gradient after which the run ends with an

@@ -141,6 +141,7 @@ def _render_other_releases() -> str:
     """Render the tables of settings of other releases that are unsupported, renamed or unset here."""
     refused = {name: each for name, each in OTHER_RELEASES.items() if isinstance(each, Refusal)}
     moved = {name: each for name, each in OTHER_RELEASES.items() if isinstance(each, Moved)}
+    same = [name for name, each in moved.items() if each == Moved(name.replace(".inference_engine.", "."))]
     repeated = {name: each for name, each in OTHER_RELEASES.items() if isinstance(each, Repeated)}
     unset = {name: each for name, each in OTHER_RELEASES.items() if isinstance(each, Unset)}
     groups: dict[str, list[str]] = defaultdict(list)
@@ -154,8 +155,16 @@ def _render_other_releases() -> str:
         "",
         "| there | here |",
         "|---|---|",
-        *(f"| `{name}` | `{each.setting}`{_describe_changed_values(each)} |" for name, each in moved.items()),
+        *(
+            f"| `{name}` | `{each.setting}`{_describe_changed_values(each)} |"
+            for name, each in moved.items()
+            if name not in same
+        ),
         *(f"| `{name}` | null, or as `{each.setting}`: {each.reason} |" for name, each in repeated.items()),
+        "",
+        "`generator.inference_engine.NAME` is `generator.NAME` for "
+        + ", ".join(f"`{name.rpartition('.')[2]}`" for name in same)
+        + ".",
         "",
         "Values that mean the default here: "
         + ", ".join(f"`{name}={_format_default(value)}`" for name, each in unset.items() for value in each.values)

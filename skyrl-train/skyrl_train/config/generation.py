@@ -67,9 +67,8 @@ class GeneratorConfig(BaseConfig):
     """Generation of trajectories: engines, sampling, conversations."""
 
     task: str | None = None
-    """Path of a skyrl-agent task file, whose agent generates the trajectories instead of `environment.env_class`.
-    Turns, tools, lengths and chat template are then set by that file, and a trajectory may have several rows (see
-    `generator.step_wise_trajectories`)."""
+    """Path of a skyrl-agent task file, whose agent generates the trajectories instead of `environment.env_class`, with
+    the file's turns, tools, lengths and chat template."""
 
     harness: HarnessConfig = field(default_factory=HarnessConfig)
 
@@ -126,9 +125,8 @@ class GeneratorConfig(BaseConfig):
     sglang). null: graphs on GPUs, none on a CPU."""
 
     enable_prefix_caching: bool = True
-    """Cache keys and values of prompts and responses for later requests with the same prefix, until the weights change.
-    Memory: vllm and sglang, what `generator.gpu_memory_utilization` leaves; native, 1 GiB
-    (`engine_init_kwargs.prefix_cache_gib`)."""
+    """Cache keys and values of prompts and responses for later requests with the same prefix, until the weights
+    change."""
 
     enable_chunked_prefill: bool = True
     """Process long prompts in chunks, between decoding steps of other requests (vllm, sglang; native, with
@@ -162,9 +160,8 @@ class GeneratorConfig(BaseConfig):
     the last weights it sent here."""
 
     weight_sync_verification: Literal["sampled", "full", "off"] = "sampled"
-    """Verification after each sync: every engine reports a fingerprint of every tensor, which must equal the trainer's,
-    and each engine process compares the values its layers compute with. `sampled` reads a part of each larger tensor, a
-    different one at each sync; `full` reads every byte."""
+    """Verification after each sync of what every engine received and computes with. `sampled` reads a part of each
+    larger tensor, a different one at each sync; `full` reads every byte."""
 
     weight_sync_canary_interval: int = 1
     """Weight syncs between comparisons of engine and trainer log-probs on a few fixed tokens; the first sync is always
@@ -258,8 +255,7 @@ class GeneratorConfig(BaseConfig):
 
     overlong_filtering_by: Literal["stop_reason", "end_token"] = "stop_reason"
     """Criterion of `apply_overlong_filtering`. `stop_reason`: engine or generator reached a limit. `end_token`: the
-    last token does not end a turn (the tokenizer's end-of-sequence token, the end tokens of `generation_config.json`
-    and of the chat template), which also excludes responses that ended at a stop string."""
+    last token does not end a turn, which also excludes responses that ended at a stop string."""
 
     max_rollout_retries: int = 2
     """Maximum number of retries of a rollout after an infrastructure failure, before it is excluded from the batch."""

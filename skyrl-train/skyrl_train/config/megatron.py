@@ -47,8 +47,8 @@ class MegatronModelConfig(BaseConfig):
     `num_layers_in_first_pipeline_stage` or `num_layers_in_last_pipeline_stage`."""
 
     context_parallel_size: int = 1
-    """Ranks that divide the tokens in attention. Must be 1: attention of packed sequences over several ranks needs
-    kernels of Transformer Engine. `trainer.strategy=fsdp2` divides sequences with `sequence_parallel_size`."""
+    """Ranks that divide the tokens in attention. Must be 1; `trainer.strategy=fsdp2` divides sequences with
+    `sequence_parallel_size`."""
 
     expert_model_parallel_size: int = 1
     """Ranks that share the experts of a mixture. Must divide the number of experts."""
@@ -62,9 +62,8 @@ class MegatronModelConfig(BaseConfig):
     """
 
     transformer_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Fields of megatron-core's `TransformerConfig`, added to `recompute_granularity: full`, `recompute_modules:
-    [core_attn]`, `recompute_method: uniform`, `recompute_num_layers: 1`, `gradient_accumulation_fusion: false`.
-    Activations are recomputed only if `trainer.gradient_checkpointing` is on."""
+    """Fields of megatron-core's `TransformerConfig`, added to the default. Activations are recomputed only if
+    `trainer.gradient_checkpointing` is on."""
 
     moe_token_dispatcher_type: Literal["alltoall"] = "alltoall"
     """Method of sending tokens to the ranks of their experts."""

@@ -29,8 +29,8 @@ class LoRAConfig(BaseConfig):
     """Numerator of the adapters' scale: their output is multiplied by alpha / rank."""
 
     dropout: float = 0.0
-    """Dropout probability before the adapters. Reinforcement learning needs 0: with dropout, the log-probs of the same
-    weights differ from one forward to the next."""
+    """Dropout probability before the adapters. Reinforcement learning needs 0, as log-probs of the same weights would
+    differ."""
 
     target_modules: str | list[str] = "all-linear"
     """Layers that get an adapter: `all-linear` (all except the output layer), or module names as in peft."""
@@ -99,8 +99,8 @@ class FSDPConfig(BaseConfig):
     """Keep parameters, gradients and optimizer state in host memory and copy them to the GPU layer by layer."""
 
     reshard_after_forward: bool | int = True
-    """Free a layer's gathered parameters after its forward and gather them again for its backward: less memory, more
-    communication. A number keeps them sharded over groups of that many ranks."""
+    """Free a layer's gathered parameters between forward and backward: less memory, more communication. A number keeps
+    them sharded over groups of that many ranks."""
 
     fsdp_size: int = -1
     """Ranks that shard one copy of the model; several copies then work as data-parallel replicas. -1: all ranks."""
@@ -173,8 +173,8 @@ class PolicyConfig(BaseConfig):
     torch_profiler_config: TorchProfilerConfig = field(default_factory=TorchProfilerConfig)
 
     sequence_parallel_size: int = 1
-    """Workers that share each sequence (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509): each holds a part of the
-    tokens and, in attention, a part of the heads. Must divide the number of workers and of attention heads."""
+    """Workers that share each sequence (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). Must divide the number of
+    workers and of attention heads."""
 
     routing_replay: Literal["off", "R2", "R3"] = "off"
     """Replay of expert routing in mixture-of-experts policies: training sends each token to recorded experts instead of
@@ -209,8 +209,8 @@ class CriticConfig(BaseConfig):
     )
 
     sequence_parallel_size: int = 1
-    """Workers that share each sequence (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509): each holds a part of the
-    tokens and, in attention, a part of the heads. Must divide the number of workers and of attention heads."""
+    """Workers that share each sequence (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). Must divide the number of
+    workers and of attention heads."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Entries that override the model's config.json at loading."""
@@ -228,8 +228,8 @@ class RefConfig(BaseConfig):
     )
 
     sequence_parallel_size: int = 1
-    """Workers that share each sequence (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509): each holds a part of the
-    tokens and, in attention, a part of the heads. Must divide the number of workers and of attention heads."""
+    """Workers that share each sequence (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). Must divide the number of
+    workers and of attention heads."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Entries that override the model's config.json at loading."""
