@@ -117,7 +117,7 @@ def _name_type(hint: object) -> str:
     text = describe_expectation(hint)
     for phrase, short in _TYPE_NAMES.items():
         text = re.sub(rf"\b{phrase}\b", short, text)
-    return text
+    return re.sub(r"^(one of .+) or list of \1", r"\1, or a list of these", text)
 
 
 @cache
