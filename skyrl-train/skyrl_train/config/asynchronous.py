@@ -25,8 +25,7 @@ class FullyAsyncConfig(BaseConfig):
 
     order: Literal["finished", "oldest", "exact"] = "finished"
     """Selection of the groups of a step. `finished`: the M that finished first. `oldest`: the M finished groups that
-    come first in the data. `exact`: the next M of the data, for which the trainer waits; only then does each step have
-    the same prompts as in synchronous training."""
+    come first in the data. `exact`: the next M of the data, for which the trainer waits, as in synchronous training."""
 
     on_stale: Literal["drop", "regenerate", "mask"] = "regenerate"
     """Handling of a group that exceeds S, if `order` admits one. `regenerate` generates it again at once, `drop` at the

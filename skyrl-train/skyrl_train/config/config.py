@@ -69,8 +69,8 @@ class PlacementConfig(BaseConfig):
     model has one rank, and engines are native or servers started elsewhere."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device that models compute on. `auto`: cuda if the machine that starts the run has a GPU, else cpu. Set it
-    explicitly where that machine differs from the workers (a head node without a GPU)."""
+    """Device that models compute on. `auto`: cuda if the machine that starts the run has a GPU, else cpu. Set it where
+    that machine differs from the workers."""
 
     colocate_all: bool = True
     """Training workers and rollout engines share their GPUs: engines sleep while the trainer works, and weights reach

@@ -144,8 +144,8 @@ class GeneratorConfig(BaseConfig):
     """
 
     weight_transfer_threshold_cuda_ipc_GB: float = 1.0
-    """Limit of the extra memory of a weight sync, in GB (1e9 bytes). Weights are sent in buckets of at most a quarter
-    of it and 64 MiB (files: all of it). A larger tensor is sent alone."""
+    """Limit of the extra memory of a weight sync, in GB (1e9 bytes). Buckets have at most a quarter of it and 64 MiB
+    (files: all of it)."""
 
     weight_sync_strategy: Literal[
         "auto", "shared_memory", "cuda_ipc", "broadcast", "checkpoint", "adapter", "delta"

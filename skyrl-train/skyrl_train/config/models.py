@@ -177,17 +177,16 @@ class PolicyConfig(BaseConfig):
     workers and of attention heads."""
 
     routing_replay: Literal["off", "R2", "R3"] = "off"
-    """Replay of expert routing in mixture-of-experts policies: training sends each token to recorded experts instead of
-    those that the router would choose now; the router still computes their weights. `R2`: experts chosen by the forward
-    that computed the log-probs at the start of the step. `R3`: experts chosen by the rollout engine when it computed
-    the token. `off`: the router chooses in every forward. The reference model and the critic never replay."""
+    """Replay of expert routing in mixtures of experts: training sends each token to recorded experts; the router still
+    computes their weights. `R2`: experts chosen by the forward that computed the log-probs at the start of the step.
+    `R3`: experts chosen by the rollout engine when it computed the token. `off`: the router chooses in every forward.
+    The reference model and the critic never replay."""
 
     sampling_mask_replay: bool = False
     """Replay of sampling masks if `top_p`, `top_k` or `min_p` of `generator.sampling_params` truncate
-    (https://arxiv.org/abs/2512.02556, "keep sampling mask"): the engine returns the kept tokens of each position, and
-    log-probs of engine, policy and reference, ratios and entropy are computed over them. Needs
-    `generator.sampling_params.top_k`, which bounds their number (4 bytes each). False: log-probs are over the whole
-    vocabulary, and the gradient does not match the sampling distribution."""
+    (https://arxiv.org/abs/2512.02556, "keep sampling mask"): log-probs, ratios and entropy are computed over the kept
+    tokens of each position. Needs `generator.sampling_params.top_k`, which bounds their number. False: the gradient
+    does not match the sampling distribution."""
 
     use_torch_compile: bool = False
     """Compile the computation of log-probs and entropy from hidden states. Slower start, faster steps."""
