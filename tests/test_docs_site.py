@@ -12,7 +12,7 @@ from docs_site.__main__ import build, site_config, stage
 
 ROOT = Path(__file__).parents[1]
 MIGRATIONS = sorted((ROOT / "docs/migration").glob("*.md"))
-NAMES = settings.meanings(ROOT)
+NAMES = settings.read_names(ROOT)
 
 
 def test_pages_are_listed_once_in_table_of_contents():
@@ -44,7 +44,7 @@ def rows(page: Path) -> Iterator[list[str]]:
 @pytest.mark.parametrize("page", MIGRATIONS, ids=lambda page: page.stem)
 def test_migration_names_existing_settings(page):
     """Each of our names is in the second column, or in the third with its full path."""
-    known = NAMES.keys() | settings.sections(NAMES)
+    known = NAMES | settings.sections(NAMES)
     table = list(rows(page))
     assert len(table) > 30
     ours = [name for cells in table for name in re.findall(r"`([^`=]+)(?:=[^`]*)?`", cells[1])]

@@ -20,7 +20,7 @@ def stage(folder: Path, root: Path = ROOT) -> dict[str, Any]:
     configuration.
     """
     source = folder / "source"
-    names = settings.meanings(root)
+    names = settings.read_names(root)
     copied = pages.pages(root)
     generated = {f"docs/api/{api.file_name(title)}": api.page(title) for title in api.CLASSES}
     existing = {*map(str, copied), *generated}

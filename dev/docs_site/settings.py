@@ -11,14 +11,13 @@ _CODE = re.compile(r"(?<![\[`])`([a-z_]+(?:\.\w+)+)(=[^`]*)?`(?![`\]])")
 _FENCE = re.compile(r"^(\s*)```.*?^\1```\s*$", re.MULTILINE | re.DOTALL)
 
 
-def meanings(root: Path) -> dict[str, str]:
-    """Return each setting of a training run and the text of its last column, read from the generated page."""
+def read_names(root: Path) -> set[str]:
+    """Return the names of all settings of a training run, read from the generated page."""
     text = (root / REFERENCES[0]).read_text()
-    text = text[: text.index("\n## Settings of other releases")]
-    return {match[1]: _last_cell(match[0]) for match in _ROW.finditer(text)}
+    return set(_ROW.findall(text[: text.index("\n## Settings of other releases")]))
 
 
-def sections(names: dict[str, str]) -> set[str]:
+def sections(names: set[str]) -> set[str]:
     """Return the names of the sections that hold these settings."""
     return {str(name.rsplit(".", depth)[0]) for name in names for depth in range(1, name.count(".") + 1)}
 
@@ -37,7 +36,7 @@ def with_anchors(text: str) -> str:
     return _ROW.sub(anchor, text)
 
 
-def with_links(text: str, page: PurePosixPath, names: dict[str, str]) -> str:
+def with_links(text: str, page: PurePosixPath, names: set[str]) -> str:
     """Link each setting in inline code, alone or with a value, to its row on the reference page."""
     target = os.path.relpath(REFERENCES[0], page.parent)
 
@@ -49,7 +48,3 @@ def with_links(text: str, page: PurePosixPath, names: dict[str, str]) -> str:
         pieces += [_CODE.sub(link, text[end : fence.start()]), fence[0]]
         end = fence.end()
     return "".join([*pieces, _CODE.sub(link, text[end:])])
-
-
-def _last_cell(row: str) -> str:
-    return re.split(r"(?<!\\)\|", row)[-2].strip()

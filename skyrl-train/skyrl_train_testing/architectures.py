@@ -229,55 +229,41 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 _PAGE = """# Models
 
-Training, the native engine and the Tinker server run transformers' own classes, with attention, caches and experts of
-this repository in place of theirs. So there is no list of supported models: each model is compared with transformers'
-own forward when it is loaded, and one that cannot be computed is refused with the reason. The architectures below are
-those that tests compare in full, each as a tiny random model, float32 on a CPU, to 1e-5 (gradients of linear
-attention: to 1e-4; trained adapters: to 2e-5, with linear attention to 2e-4): log-probs and gradients in packed and
-padded rows and in micro-batches; tokens and log-probs of the native engine (prompts in chunks, requests that join and
-leave, the prefix cache, changed weights); adapters trained, sampled, resumed, and read by peft.
+Look up whether a model is tested, or compare any other one:
 
-`python -m skyrl_train_testing.architectures > docs/models.md` makes this page; a further architecture is a row there.
+```bash
+uv run -m skyrl_train.entrypoints.main_mismatch trainer.policy.model.path=MODEL     # engine against trainer
+```
+
+A model that is not in the table is compared with transformers' own forward when it is loaded, and refused if it
+differs. Those of the table are tested as tiny random models, float32 on a CPU, to 1e-5 (gradients of linear
+attention: 1e-4; trained adapters: 2e-5, with linear attention 2e-4): log-probs and gradients in packed and padded rows
+and in micro-batches; tokens and log-probs of the native engine; adapters trained, sampled, resumed, and read by peft.
+`python -m skyrl_train_testing.architectures > docs/models.md` generates this page.
 
 {table}
 - *Prompts shared*: rows of a micro-batch compute a common beginning of their prompts once.
-- *Megatron*: `trainer.strategy=megatron` takes the model; it refuses the others at the start and names those that it
-  takes. Two FSDP2 ranks are compared with one (steps, checkpoints, weights for engines) for Gemma 2, gpt-oss,
-  DeepSeek-V3 and Qwen3.5.
-- *Resumed to the bit*: an answer of the native engine that is interrupted and sent again goes on with the same bits
-  (float32 on a CPU). Elsewhere its log-probs agree to 1e-5. Checkpoints of the Tinker server are resumed to the bit
-  for each row.
-- *Adapters*: layers on `target_modules=all-linear` and in the Tinker server (there the output layer as well). Fused
-  experts have adapters in the Tinker server alone, and only where peft reads them: not those of Qwen2-MoE,
-  Qwen3.5-MoE, gpt-oss.
+- *Megatron*: `trainer.strategy=megatron` supports the model. Gemma 2, gpt-oss, DeepSeek-V3 and Qwen3.5 are tested on
+  two FSDP2 ranks as well.
+- *Resumed to the bit*: an interrupted response of the native engine continues with the same bits (float32 on a CPU),
+  elsewhere with log-probs to 1e-5. Checkpoints of the Tinker server are resumed to the bit for each row.
+- *Adapters*: layers of `target_modules=all-linear` and of the Tinker server (there the output layer as well). Fused
+  experts have adapters in the Tinker server alone, but not those of Qwen2-MoE, Qwen3.5-MoE, gpt-oss.
 
-**Caps on scores and sinks** (Gemma 2, gpt-oss). No fused kernel of torch computes them: attention is written out, in
-blocks of 512 queries, whose probabilities the backward computes again. With `trainer.use_sample_packing=false` such
-models take transformers' eager attention.
+- *Caps on scores and sinks* (Gemma 2, gpt-oss): attention in blocks of 512 queries, without a fused kernel;
+  transformers' eager attention with `trainer.use_sample_packing=false`.
+- *Latent attention* (DeepSeek): the native engine stores latent vectors, and has no fused kernel.
+- *Linear attention* (Qwen3.5, Qwen3-Next): `sequence_parallel_size` must be 1; no shared prompts, prefix cache or
+  speculative decoding; slower without `flash-linear-attention` and `causal_conv1d`.
+- *Images*: the text part is trained and sampled.
+- *Quantized weights* (gpt-oss in MXFP4, DeepSeek-V3 in FP8, GPTQ and others): refused; the error says how to save them
+  in bfloat16.
 
-**Latent attention** (DeepSeek). The native engine keeps the latent vectors and makes keys and values of all heads from
-them at each token; it has no fused kernel for that.
-
-**Linear attention** (Qwen3.5, Qwen3-Next). Rows that lie end to end begin with an empty state each. Prompts are not
-shared, and `sequence_parallel_size` must be 1. The native engine keeps a state a row in place of keys and values
-(float32, heads x key size x value size of each such layer, and the last inputs of its convolution), computes prompts
-whole, and has neither prefix cache nor speculative decoding for these models. Without `flash-linear-attention` and
-`causal_conv1d` transformers' functions in torch are used.
-
-**bfloat16** (`trainer.bf16=true`, and engines in bfloat16). Log-probs of the trainer and of the native engine are as
-near to float32 as those of transformers in bfloat16 (mean difference at most 1.5 times its own). One FSDP2 rank gives
-to the bit those of a model whose weights are bfloat16: biases of routers, and weights and rotary angles that
-transformers keeps in float32, stay so. FSDP2 casts parameters of a module together: where transformers keeps only some
-of a module's own parameters in float32, or some that stand around the blocks, the run is refused with their names
-(`trainer.bf16=false` trains such a model). On the tiny mixtures above up to 4% of the tokens go to other experts of a
-layer than in float32, because hidden states are rounded before the router; their log-probs then differ by up to 1.8
-(DeepSeek-V3; 0.1 with the routes of float32 replayed), in transformers as here. `trainer.policy.routing_replay` keeps
-such differences out of the ratios of training.
-
-**Images.** Of models with images the text part is trained and sampled; adapters stand on it alone.
-
-**Quantized weights** (gpt-oss in MXFP4, DeepSeek-V3 in FP8, GPTQ and others) are refused: they cannot be trained or
-updated. The error says how to save them in bfloat16.
+**bfloat16** (`trainer.bf16=true`, engines in bfloat16). The mean difference of log-probs to float32 is at most 1.5
+times that of transformers in bfloat16. What transformers keeps in float32 (biases of routers, rotary angles) stays so;
+a run is refused where FSDP2 cannot do that (`trainer.bf16=false` trains such a model). On the tiny mixtures up to 4% of
+the tokens go to other experts than in float32, and their log-probs differ by up to 1.8 (DeepSeek-V3; 0.1 with replayed
+routes): use `trainer.policy.routing_replay`.
 """
 
 

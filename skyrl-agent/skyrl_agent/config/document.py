@@ -15,18 +15,26 @@ from skyrl_agent.config.task_file import Section, TaskFile
 _INTRODUCTION = """\
 # Task files
 
-This page is made from the code by `python -m skyrl_agent.config.document > docs/agent-settings.md`; change it there.
-How agents are written, run and trained: [agents.md](agents.md).
+Describe an agent, its task and its tools in a YAML file, and check the file ([agents](agents.md) has examples):
 
-A task file is YAML. An unknown key or a wrong value is an error that names it, with the nearest key there is, before
-anything starts. `extends: FILE` takes all keys that a file does not have from another one.
+```bash
+uv run examples/agent/swe/swe_dataset.py --output_dir ~/data/agent_swe
+uv run -m skyrl_agent.validate examples/agent/swe/swe_tiny.yaml ~/data/agent_swe/train.parquet
+```
+
+An unknown key or a wrong value is an error before anything starts. `extends: FILE` takes all keys that a file does not
+have from another one. `python -m skyrl_agent.config.document > docs/agent-settings.md` generates this page.
 """
 
 
 def page() -> str:
-    """Render the page."""
-    rows = "\n".join(f"| `{name}` | {default} | {meaning} |" for name, default, meaning in keys(TaskFile))
-    return f"{_INTRODUCTION}\n| key | default | meaning |\n|---|---|---|\n{rows}\n"
+    """Render the page. A meaning that several keys have is written once."""
+    first: dict[str, str] = {}
+    rows = []
+    for name, default, meaning in keys(TaskFile):
+        described = first.setdefault(meaning, name)
+        rows.append(f"| `{name}` | {default} | {meaning if described == name else f'see `{described}`'} |")
+    return f"{_INTRODUCTION}\n| key | default | meaning |\n|---|---|---|\n" + "\n".join(rows) + "\n"
 
 
 def keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str, str]]:

@@ -51,9 +51,7 @@ class GeneratorSection(Section):
     max_iterations: int = Field(default=5, ge=1)
     """Maximum number of steps of an agent. A step is one response of the model and the tool calls in it."""
     max_prompt_length: int = Field(default=1024, ge=1)
-    """Maximum number of tokens after the initial prompt, the model's and the tools' together. (The name is
-    historical.)
-    """
+    """Maximum number of tokens after the initial prompt, the model's and the tools' together."""
     max_context_length: int | None = Field(default=None, ge=2)
     """Maximum number of tokens that the model reads and generates in one turn, including the prompt. None: not limited
     here."""
@@ -71,8 +69,8 @@ class GeneratorSection(Section):
     qwen3_acc_thinking: bool = False
     """Keep the reasoning of earlier turns in the model's input, with the template `qwen3_acc_thinking`."""
     append_only: bool = False
-    """Only append to what the model has read and written, where the chat template would drop thoughts or rewrite other
-    messages: a trajectory is one training row, and the model reads its thoughts of earlier turns. For any template."""
+    """Only append to what the model has read and written, whatever the chat template would drop or rewrite: a
+    trajectory is one training row, and the model reads its thoughts of earlier turns."""
     chat_template: str | None = None
     """Path of a Jinja template to use in place of the tokenizer's."""
     tool_format: Literal[
@@ -138,23 +136,21 @@ class DispatcherSection(Section):
     `async_batch_bounded`, `async_fix_pool`, or a registered one."""
     max_parallel_agents: int = Field(default=32, ge=1)
     """`async_pipeline`: maximum number of trajectories that initialize at a time, and of those that generate; `auto`
-    begins with it. `async_batch_bounded`: maximum number of unfinished trajectories. Not read by `async_batch`, which
-    runs all."""
+    begins with it. `async_batch_bounded`: maximum number of unfinished trajectories."""
     max_eval_parallel_agents: int = Field(default=32, ge=1)
     """`async_pipeline`: maximum number of trajectories that are evaluated at a time; `auto` begins with it."""
     max_alive: int | None = Field(default=None, ge=1)
-    """`auto`, `async_pipeline`: maximum number of trajectories between the begin of their initialization and the end of
-    their evaluation: what the machines of the runtimes can hold. None: not limited."""
+    """`auto`, `async_pipeline`: maximum number of runtimes at a time, from initialization to the end of evaluation.
+    None: not limited."""
     val_config: DispatcherValSection = DispatcherValSection()
     initialize: StageLimits = StageLimits()
     generate: StageLimits = StageLimits()
     evaluate: StageLimits = StageLimits()
     order: Literal["trajectories", "instances", "longest_first"] | None = None
     """Order of trajectories. `trajectories`: the first of every instance, then the second of each. `instances`: all of
-    the first instance, then all of the second, so that groups complete early (streaming). `longest_first`: as
-    `trajectories` until trajectories of an instance that have ended predict how long the others take (in this batch or,
-    with `data.instance_id_key`, an earlier one), then those with the most work left. None: `longest_first` with `auto`,
-    else `trajectories`."""
+    the first instance, then all of the second (for streaming). `longest_first`: as `trajectories` until ended
+    trajectories of an instance (of an earlier batch, too, with `data.instance_id_key`) predict the others' work, then
+    those with the most left. None: `longest_first` with `auto`, else `trajectories`."""
     num_environments: int | None = Field(default=None, ge=1)
     """Number of environments of `async_fix_pool`, which are created once and used by one trajectory at a time."""
     close_timeout_seconds: float = Field(default=30.0, gt=0)
@@ -162,7 +158,7 @@ class DispatcherSection(Section):
     progress: bool = False
     """Show a live progress bar on standard error."""
     scheduler: str | None = None
-    """Not read; accepted because task files of other releases contain it."""
+    """Ignored; in task files of other releases."""
 
 
 class RuntimeSection(Section):
@@ -175,8 +171,7 @@ class RuntimeSection(Section):
     image: str | None = None
     """Image of containers. Refused with kind `local`."""
     pull: Literal["always", "missing", "never"] | None = None
-    """When the image of a container on this machine is pulled: `always` (once in each process), if it is `missing`
-    (default), or `never`."""
+    """When to pull the image: `always` (once in each process), if it is `missing` (default), or `never`."""
     user: str | None = None
     """User in a container on this machine, as `1000` or `1000:1000`; it has no capability. Default: the image's."""
     read_only: bool | None = None

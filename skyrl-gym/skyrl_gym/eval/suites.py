@@ -236,11 +236,11 @@ def get_suites(names: Sequence[str]) -> dict[str, Suite]:
 def markdown() -> str:
     """Return the table of suites and the list of groups for the documentation."""
     lines = [
-        "| suite | set | environment | samples, k | temperature, top_p | tokens of a turn | turns | hub | needs |",
+        "| suite | set | environment | samples/k | temperature/top_p | tokens/turn | turns | hub | needs |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, suite in SUITES.items():
-        sampling = f"{suite.num_samples}, {suite.k} | {suite.temperature:g}, {suite.top_p:g} | {suite.max_tokens}"
+        sampling = f"{suite.num_samples}/{suite.k} | {suite.temperature:g}/{suite.top_p:g} | {suite.max_tokens}"
         needs = "`db_path`" if suite.databases else "`search_url`" if suite.needs_retrieval else ""
         hub = f"`{suite.hub}`" if suite.hub else ""
         lines.append(

@@ -121,7 +121,7 @@ class OverlongBufferConfig(BaseConfig):
     counts: Literal["response", "context"] = "response"
     """Length that is compared with L. `response`: tokens of the response, with L =
     `generator.sampling_params.max_generate_length` (as in the paper). `context`: tokens of prompt and response, with L
-    = `max_generate_length` + `generator.max_input_length`; milder, because few prompts reach their limit."""
+    = `max_generate_length` + `generator.max_input_length`."""
 
 
 def _list_registrations() -> list[Registration[Any, Any]]:
@@ -169,8 +169,8 @@ class _DeclaredSettings(BaseConfig):
     """Reduction of the token losses of a mini-batch to a scalar. `token_mean`: mean over all tokens. `sequence_mean`:
     mean over sequences of the token mean of each. `seq_mean_token_sum_norm`: mean over sequences of the token sum of
     each, divided by `max_seq_len` (Dr. GRPO). `prompt_mean`: mean over prompts of the token mean over all responses to
-    each. The turns or branches of one trajectory are one sequence, however many rows they are. The reduction always
-    spans the whole mini-batch, so the result depends neither on micro-batches nor on the number of workers."""
+    each. The turns or branches of one trajectory are one sequence. The reduction spans the whole mini-batch, whatever
+    the micro-batches and workers."""
 
     max_seq_len: int | None = None
     """Divisor of `seq_mean_token_sum_norm`, in tokens.
@@ -231,8 +231,8 @@ class _DeclaredSettings(BaseConfig):
 
     max_rollout_gap: float | None = 5.0
     """Bound on the gap between engine and trainer: the mean absolute difference of their log-probs over the tokens of a
-    step, in nats. A step above it ends the run before its checkpoint. Staleness and rounding explain some tenths; 5
-    indicates another temperature, other weights or shifted tokens. null: no bound."""
+    step, in nats. A step above it ends the run before its checkpoint. Staleness and rounding explain some tenths. null:
+    no bound."""
 
     use_kl_loss: bool = True
     """Add the KL divergence to the reference model to the loss. Excludes `use_kl_in_reward`."""

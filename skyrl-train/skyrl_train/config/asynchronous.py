@@ -25,14 +25,12 @@ class FullyAsyncConfig(BaseConfig):
 
     order: Literal["finished", "oldest", "exact"] = "finished"
     """Selection of the groups of a step. `finished`: the M that finished first. `oldest`: the M finished groups that
-    come first in the data. `exact`: the next M of the data, for which the trainer waits; only then does each step have
-    the same prompts as in synchronous training."""
+    come first in the data. `exact`: the next M of the data, for which the trainer waits, as in synchronous training."""
 
     on_stale: Literal["drop", "regenerate", "mask"] = "regenerate"
     """Handling of a group that exceeds S, if `order` admits one. `regenerate` generates it again at once, `drop` at the
-    end of its epoch; the second time, the trainer waits for it, so that all prompts are trained equally often. `mask`
-    masks the tokens older than S, which mostly belong to long responses and thus biases training towards short ones. A
-    group without remaining tokens is generated again, as with `regenerate`."""
+    end of its epoch; the second time, the trainer waits for it. `mask` masks the tokens older than S, which biases
+    training towards short responses; a group without remaining tokens is generated again."""
 
     sample_full_batch: bool = False
     """Skip groups whose samples all have the same reward and fill the step with others. Needs
@@ -51,7 +49,7 @@ class FullyAsyncConfig(BaseConfig):
     """Handling of cached keys and values computed with the weights before a sync. `keep`: running requests continue
     with them; new requests do not use them. `clear`: the prefix cache is cleared as well. `recompute`: running requests
     are recomputed up to their last token, so that every log-prob belongs to one weight version (needs `pause` `keep` or
-    `abort`, and costs a prefill)."""
+    `abort`)."""
 
     clear_kv_cache_on_weight_sync: bool = False
     """Deprecated form of `kv_after_sync=clear`."""

@@ -48,16 +48,15 @@ class DataConfig(BaseConfig):
 
     train_data: list[str] = field(default_factory=lambda: ["~/data/gsm8k/train.parquet"])
     """Training sets: paths of .parquet, .json or .jsonl files, or names on the Hugging Face hub as `name[:split]`.
-    Several are concatenated. A null field of Parquet or of the hub counts as absent, as Arrow cannot tell the two
-    apart; nulls in lists and in JSON text stay."""
+    Several are concatenated. A null field of Parquet or of the hub counts as absent; nulls in lists and JSON text
+    stay."""
 
     val_data: list[str] = field(default_factory=lambda: ["~/data/gsm8k/validation.parquet"])
     """Evaluation sets, in the same forms. Empty: no evaluation."""
 
     cache_dir: str | None = None
     """Cache folder of rows with the lengths of their prompts, reused with the same files, tokenizer and chat template.
-    null: a folder next to the datasets cache of Hugging Face (HF_DATASETS_CACHE). It may be deleted while no run
-    starts."""
+    null: a folder next to the datasets cache of Hugging Face (HF_DATASETS_CACHE)."""
 
 
 @dataclass(kw_only=True)
@@ -66,18 +65,17 @@ class PlacementConfig(BaseConfig):
 
     launcher: Literal["ray", "inline"] = "ray"
     """Launcher of workers and engines. `ray`: one process each, on one machine or on the cluster of RAY_ADDRESS.
-    `inline`: all are objects in the process that starts the run, without Ray, on a CPU or one GPU; results are the
-    same, and breakpoints work everywhere. Each model then has one rank, and engines are native or servers started
-    elsewhere."""
+    `inline`: objects in the process that starts the run, without Ray, on a CPU or one GPU, with the same results; each
+    model has one rank, and engines are native or servers started elsewhere."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device that models compute on. `auto`: cuda if the machine that starts the run has a GPU, else cpu. Set it
-    explicitly where that machine differs from the workers (a head node without a GPU)."""
+    """Device that models compute on. `auto`: cuda if the machine that starts the run has a GPU, else cpu. Set it where
+    that machine differs from the workers."""
 
     colocate_all: bool = True
     """Training workers and rollout engines share their GPUs: engines sleep while the trainer works, and weights reach
-    them through shared memory (CUDA IPC on a GPU). False: each has its own GPUs, both may work at the same time, and
-    weights are broadcast over a process group. On a CPU they share the cores in both cases."""
+    them through shared memory (CUDA IPC on a GPU). False: each has its own GPUs, and weights are broadcast over a
+    process group. On a CPU they share the cores in both cases."""
 
     colocate_policy_ref: bool = True
     """The policy and the reference model share GPUs: log-probs of the reference model wait for the end of generation.
@@ -134,12 +132,12 @@ class TrainerConfig(BaseConfig):
     placement: PlacementConfig = field(default_factory=PlacementConfig)
 
     use_expandable_segments: bool = False
-    """Let CUDA's allocator of training workers grow its segments (`expandable_segments`), which leaves less memory
-    unused in fragments. No effect on a CPU. (For engines set PYTORCH_CUDA_ALLOC_CONF where the run starts.)"""
+    """Use expandable segments in the CUDA allocator of training workers, against fragmentation. (For engines set
+    PYTORCH_CUDA_ALLOC_CONF where the run starts.)"""
 
     enable_ray_gpu_monitor: bool = True
     """Log utilization and memory of every GPU that trains the policy, and memory of its machine, as means over the step
-    (`gpu/…`). No effect without GPUs and nvidia-smi. (The name matches other releases.)"""
+    (`gpu/…`). Needs nvidia-smi."""
 
     strategy: Annotated[str, Choices(TrainingBackendRegistry.list_registrations)] = "fsdp2"
     """Training backend: how model parameters are stored, sharded over ranks and updated."""
@@ -153,8 +151,7 @@ class TrainerConfig(BaseConfig):
     """Random seed of the data order, of every worker and (through `generator.seed`) of sampling."""
 
     epochs: int = 1
-    """Passes over the training data, which set the number of training steps. (Dynamic sampling takes further prompts
-    for the same number of steps.)"""
+    """Passes over the training data, which set the number of training steps."""
 
     max_training_steps: int | None = None
     """Maximum number of training steps; training ends earlier if the epochs do. null: no limit."""
@@ -176,13 +173,11 @@ class TrainerConfig(BaseConfig):
 
     micro_forward_batch_size_per_gpu: int = 1
     """Sequences per forward of one worker, for the reference model's log-probs and the critic's values. (The policy's
-    log-probs at the start of a step are computed in its training micro-batches, so that the first ratios are exactly
-    1.)"""
+    log-probs are computed in its training micro-batches, so that first ratios are exactly 1.)"""
 
     max_tokens_per_microbatch: int | None = None
-    """Maximum number of tokens per forward of one worker; replaces the two counts of sequences above. Sequences are
-    packed into micro-batches up to this size (a longer sequence gets its own micro-batch). A prefix that is computed
-    once (`use_shared_prefixes`) counts once. Needs `use_sample_packing`."""
+    """Maximum number of tokens per forward of one worker; replaces the two counts of sequences above. A longer sequence
+    gets its own micro-batch; a shared prefix counts once. Needs `use_sample_packing`."""
 
     use_sample_packing: bool = True
     """Concatenate the sequences of a micro-batch, so that no padding is computed."""
@@ -217,8 +212,8 @@ class TrainerConfig(BaseConfig):
     """Compute in bfloat16 and store parameters and gradients in float32. False: float32 throughout."""
 
     flash_attn: bool = True
-    """Use the fastest exact attention available: flash-attention 2 if it is installed and the device is cuda, else
-    torch's `scaled_dot_product_attention`. False: eager attention."""
+    """Use flash-attention 2 if it is installed and the device is cuda, else torch's `scaled_dot_product_attention`.
+    False: eager attention."""
 
     gradient_checkpointing: bool = True
     """Recompute activations in the backward instead of storing them."""
@@ -234,27 +229,26 @@ class TrainerConfig(BaseConfig):
 
     run_name: str = "run-{fingerprint}"
     """Name of this run in the experiment tracker. `{fingerprint}`, here and in paths, is a short hash of the settings
-    that define the experiment: all but those about placement, memory, intervals, names and the number of steps. So
-    different experiments have different names, and the same command finds its run again. (On the command line Hydra
-    wants quotes: `"trainer.run_name='sweep-{fingerprint}'"`.)"""
+    that define the experiment: all but those about placement, memory, intervals, names and the number of steps. The
+    same command thus finds its run again. (Quotes for Hydra: `"trainer.run_name='sweep-{fingerprint}'"`.)"""
 
     run_dir: str = "~/skyrl-runs/${trainer.project_name}/${trainer.run_name}"
-    """Folder of the run: settings, metrics, trajectories, logs, and (unless set otherwise) checkpoints and exports."""
+    """Folder of settings, metrics, trajectories, logs, and by default checkpoints and exports."""
 
     log_path: str | None = None
-    """Folder for process logs, which are written to its subfolder `project_name`/`run_name`; `run_dir`/logs links to
-    it. With several nodes it must be on a shared file system. null: `run_dir`/logs itself."""
+    """Folder for process logs, in its subfolder `project_name`/`run_name`; with several nodes on a shared file system.
+    null: `run_dir`/logs."""
 
     logger: TrackerName | list[TrackerName] = "console"
-    """Destinations of metrics, one name or several: the console, and services of accelerate.tracking (the extra
-    `tracking` installs the first four). metrics.jsonl in the run folder is always written."""
+    """Destinations of metrics besides metrics.jsonl: the console, and services of accelerate.tracking (the extra
+    `tracking` installs the first four)."""
 
     tags: list[str] | None = None
     """Tags of this run in the experiment tracker (wandb, swanlab, clearml)."""
 
     num_logger_train_samples: int = -1
-    """Number of training samples of each step, the first of the batch, that are sent to the experiment tracker as a
-    table of prompt, response and reward (wandb, tensorboard, swanlab). <= 0: none."""
+    """Number of training samples of each step that are sent to the experiment tracker as a table (wandb, tensorboard,
+    swanlab). <= 0: none."""
 
     num_logger_eval_samples: int = -1
     """The same for the samples of each evaluation."""
@@ -263,8 +257,7 @@ class TrainerConfig(BaseConfig):
     """Training steps between trajectories printed on the console. <= 0: never."""
 
     show_progress: bool = True
-    """Show progress of steps, generation, evaluation, loading and saving on the console: bars on a terminal, occasional
-    log lines elsewhere."""
+    """Show progress on the console: bars on a terminal, occasional log lines elsewhere."""
 
     curve_bands: str | None = None
     """File of expected metric curves (YAML: metric, step, lowest and highest value; see docs/recipes.md). A metric that
@@ -275,16 +268,15 @@ class TrainerConfig(BaseConfig):
     docs/extending.md). The default ones report memory, advise on asynchronous throughput, and check `curve_bands`."""
 
     ckpt_path: str = "${trainer.run_dir}/ckpts"
-    """Folder of the checkpoints, `global_step_N` each, on a file system that all nodes share; or a URL of an object
-    store, `s3://bucket/folder`, `gs://…` (the extra `cloud`): each rank writes its files there itself."""
+    """Folder of the checkpoints on a file system that all nodes share; or a URL of an object store,
+    `s3://bucket/folder`, `gs://…` (the extra `cloud`)."""
 
     ckpt_interval: int = 10
     """Training steps between checkpoints; one follows the last step as well. <= 0: never."""
 
     ckpt_async: bool = False
     """Write checkpoints in the background: ranks copy their shards to host memory (12 bytes per parameter, divided over
-    ranks) and continue training while threads write, hash and upload them. The next checkpoint and the end of the run
-    wait for completion. A run that is killed meanwhile resumes from the previous checkpoint."""
+    ranks) and train on while threads write and upload them. The next checkpoint and the end of the run wait for it."""
 
     max_ckpts_to_keep: int = -1
     """Number of checkpoints to keep; older ones are removed. -1: keep all."""
@@ -298,9 +290,8 @@ class TrainerConfig(BaseConfig):
 
     resume_allow_changes: bool = False
     """Resume from a checkpoint of a different experiment. If false, a run is rejected when its training data (by
-    content), environment, models, seeds, batch sizes, samples per prompt, advantage estimator or policy loss differ
-    from the checkpoint. Other settings, such as the learning rate, may always change; differences are logged. (The
-    position in the data is stored as a number of batches, whatever their size.)"""
+    content), environment, models, seeds, batch sizes, samples per prompt, advantage estimator or policy loss differ.
+    Other settings may always change."""
 
     export_path: str = "${trainer.run_dir}/exports"
     """Folder, or URL, of exported models, dumped batches and evaluations."""
@@ -318,32 +309,29 @@ class TrainerConfig(BaseConfig):
     """Write every evaluated trajectory to `export_path`/dumped_evals."""
 
     dump_trajectories: bool = True
-    """Write every training trajectory to the run folder in readable form: tokens, log-probs, masks, rewards,
-    versions; and fingerprints of each step's batch and weights, by which `python -m skyrl_train.diff` compares runs.
-    """
+    """Write every training trajectory to the run folder (tokens, log-probs, masks, rewards, versions), and fingerprints
+    of each step's batch and weights for `python -m skyrl_train.diff`."""
 
     dump_token_columns: bool = True
-    """With `dump_trajectories`, also write per-token training values: the policy's log-prob before the step and its
-    entropy, the advantage, and whether the token was trained. About 15 bytes per token."""
+    """With `dump_trajectories`, also write log-prob, entropy, advantage and mask of each token as trained. About 15
+    bytes per token."""
 
     compress_trajectories: bool = False
     """Compress trajectories and per-token training values in the run folder with gzip: about a third of the size, 7 ms
-    per MB (`zcat` shows them; all readers of this package accept both)."""
+    per MB."""
 
     max_trajectories_gb: float | None = None
-    """Limit in GB (1e9 bytes) on stored trajectories and per-token values of training steps in the run folder. Beyond
-    it the oldest steps are deleted, except for the newest step. Evaluations are kept. null: no limit."""
+    """Limit in GB (1e9 bytes) on stored trajectories of training steps; beyond it the oldest steps are deleted. null:
+    no limit."""
 
     max_consecutive_skipped_updates: int | None = 10
     """Number of consecutive optimizer steps skipped because of a non-finite gradient after which the run ends with an
-    error that names the non-finite quantity. A run that ends without a single update is an error, too. null: no limit.
-    """
+    error that names the non-finite quantity. null: no limit."""
 
     stop_timeout_seconds: float = 20.0
     """Time for a checkpoint after SIGTERM, in seconds. During generation the checkpoint is of the previous step,
     otherwise of the current step once it ends. A second SIGTERM ends the run at once. 0, or `trainer.ckpt_interval` <=
-    0: no checkpoint. Choose less than the scheduler's time between SIGTERM and SIGKILL (30 s in Kubernetes and Slurm).
-    """
+    0: no checkpoint. Must be less than the scheduler's time until SIGKILL (30 s in Kubernetes and Slurm)."""
 
     worker_timeout_seconds: float = 3600.0
     """Timeout of one call to a training worker, in seconds; the run then ends with an error that names the worker and
@@ -388,8 +376,7 @@ class SkyRLGymConfig(BaseConfig):
 
     max_env_workers: int = 32
     """Threads that run environments. 0: environments run on the generator's event loop (they must not block).
-    Environments that wait for services or programs need as many as there are rollouts in flight; a warning says when
-    calls wait for threads."""
+    Environments that wait for services or programs need as many as there are rollouts in flight."""
 
     env_timeout_seconds: float = 600.0
     """Timeout of one call to an environment, in seconds; the rollout then fails as an environment failure."""

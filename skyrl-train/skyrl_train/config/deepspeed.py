@@ -88,8 +88,8 @@ class DeepSpeedAutocastConfig(BaseConfig):
     """Mixed precision by torch.autocast. Read only if `trainer.bf16` is true."""
 
     enabled: bool = True
-    """Keep parameters in float32 and compute matrix products in bfloat16. False: parameters are bfloat16 and the
-    optimizer keeps float32 copies (DeepSpeed's `bf16`)."""
+    """Keep parameters in float32. False: parameters are bfloat16 and the optimizer keeps float32 copies (DeepSpeed's
+    `bf16`)."""
 
     dtype: Literal["bfloat16"] = "bfloat16"
     """Number format of matrix products. No other is supported: float16 needs loss scaling."""
@@ -112,8 +112,7 @@ class DeepSpeedTrainConfig(BaseConfig):
     data_types: DeepSpeedDataTypesConfig = field(default_factory=DeepSpeedDataTypesConfig)
 
     disable_trace_cache: bool = False
-    """Gather stage-3 parameters on use and free them at once, for mixtures of experts and modules that not every
-    forward uses. Sets prefetch bucket, max live parameters and max reuse distance to 0."""
+    """Gather stage-3 parameters on use and free them at once, for mixtures of experts."""
 
     gradient_clipping: float | None = None
     """Maximum gradient norm. It is set by `optimizer_config.max_grad_norm` of the model; if given here, it must be

@@ -30,10 +30,9 @@ class DistillationConfig(BaseConfig):
     `main_distill`; docs/distillation.md has the formulas."""
 
     teachers: dict[str, TeacherConfig] = field(default_factory=dict)
-    """Teachers by a name of your choice, each with `model` and optionally `data_sources` (`data_source` values of the
-    rows that it teaches; null: all that no other teacher lists), `engines` (rollout engines started for it; 0: it
-    computes in training workers, placed like the reference model) or `urls` (externally started servers). All share the
-    student's vocabulary."""
+    """Teachers by a name of your choice, each with `model` and optionally `data_sources` (of the rows that it teaches),
+    `engines` (started for it; 0: training workers) or `urls` (of remote servers). All share the student's
+    vocabulary."""
 
     tokens: Literal["sampled", "top_k", "full"] = "sampled"
     """Tokens compared at each position. `sampled`: the generated token; its log-ratio is its advantage. `top_k`: the

@@ -67,9 +67,8 @@ class GeneratorConfig(BaseConfig):
     """Generation of trajectories: engines, sampling, conversations."""
 
     task: str | None = None
-    """Path of a skyrl-agent task file, whose agent generates the trajectories instead of `environment.env_class`.
-    Turns, tools, lengths and chat template are then set by that file, and a trajectory may have several rows (see
-    `generator.step_wise_trajectories`)."""
+    """Path of a skyrl-agent task file, whose agent generates the trajectories instead of `environment.env_class`, with
+    the file's turns, tools, lengths and chat template."""
 
     harness: HarnessConfig = field(default_factory=HarnessConfig)
 
@@ -87,7 +86,7 @@ class GeneratorConfig(BaseConfig):
 
     remote_inference_engine_api_key_file: str | None = None
     """File whose only line is the API key of these servers, sent with every request. null: the environment variable
-    `SKYRL_ENGINE_API_KEY`, if set. The key itself is not a setting, so that it appears in no log."""
+    `SKYRL_ENGINE_API_KEY`, if set."""
 
     model_name: str = make_reference("${trainer.policy.model.path}")
     """Model that the engines load."""
@@ -126,9 +125,8 @@ class GeneratorConfig(BaseConfig):
     sglang). null: graphs on GPUs, none on a CPU."""
 
     enable_prefix_caching: bool = True
-    """Cache keys and values of prompts and responses for later requests with the same prefix, until the weights change.
-    Memory: vllm and sglang, what `generator.gpu_memory_utilization` leaves; native, 1 GiB
-    (`engine_init_kwargs.prefix_cache_gib`)."""
+    """Cache keys and values of prompts and responses for later requests with the same prefix, until the weights
+    change."""
 
     enable_chunked_prefill: bool = True
     """Process long prompts in chunks, between decoding steps of other requests (vllm, sglang; native, with
@@ -146,8 +144,8 @@ class GeneratorConfig(BaseConfig):
     """
 
     weight_transfer_threshold_cuda_ipc_GB: float = 1.0
-    """Limit of the extra memory of a weight sync, in GB (1e9 bytes). Weights are sent in buckets of at most a quarter
-    of it and 64 MiB (files: all of it). A larger tensor is sent alone."""
+    """Limit of the extra memory of a weight sync, in GB (1e9 bytes). Buckets have at most a quarter of it and 64 MiB
+    (files: all of it)."""
 
     weight_sync_strategy: Literal[
         "auto", "shared_memory", "cuda_ipc", "broadcast", "checkpoint", "adapter", "delta"
@@ -162,9 +160,8 @@ class GeneratorConfig(BaseConfig):
     the last weights it sent here."""
 
     weight_sync_verification: Literal["sampled", "full", "off"] = "sampled"
-    """Verification after each sync: every engine reports a fingerprint of every tensor, which must equal the trainer's,
-    and each engine process compares the values its layers compute with. `sampled` reads a part of each larger tensor, a
-    different one at each sync; `full` reads every byte."""
+    """Verification after each sync of what every engine received and computes with. `sampled` reads a part of each
+    larger tensor, a different one at each sync; `full` reads every byte."""
 
     weight_sync_canary_interval: int = 1
     """Weight syncs between comparisons of engine and trainer log-probs on a few fixed tokens; the first sync is always
@@ -180,8 +177,7 @@ class GeneratorConfig(BaseConfig):
     so far."""
 
     max_requests_per_engine: int | None = 8192
-    """Maximum number of requests that the client has in flight on one engine; further ones queue in the client in
-    order, where a pause can hold them and another engine can take them. null: no limit."""
+    """Maximum number of requests in flight on one engine; further ones queue in the client in order. null: no limit."""
 
     max_engine_restarts: int = 3
     """Maximum number of restarts of crashed or hanging engines, over all engines of a run; one more failure ends the
@@ -195,7 +191,7 @@ class GeneratorConfig(BaseConfig):
 
     engine_health_interval_seconds: float = 10.0
     """Interval of health checks of an engine, in seconds. An engine that neither responds nor makes progress for three
-    intervals is considered crashed. 0: no checks, failures are noticed by failing requests only."""
+    intervals is considered crashed. 0: no checks."""
 
     enable_http_endpoint: bool = False
     """Serve the engines through an OpenAI-compatible HTTP endpoint during the run."""
@@ -207,8 +203,8 @@ class GeneratorConfig(BaseConfig):
     """Port that the endpoint listens on. 0: any free port, which is logged."""
 
     http_endpoint_max_requests: int = 16384
-    """Maximum number of completions that the endpoint processes or queues (each prompt and each of its `n` choices
-    counts); further requests get status 429 and should be retried."""
+    """Maximum number of completions that the endpoint processes or queues (each of a prompt's `n` choices counts);
+    further requests get status 429."""
 
     served_model_name: str | None = None
     """Name of the model for clients of the endpoint. null: `generator.model_name`."""
@@ -259,8 +255,7 @@ class GeneratorConfig(BaseConfig):
 
     overlong_filtering_by: Literal["stop_reason", "end_token"] = "stop_reason"
     """Criterion of `apply_overlong_filtering`. `stop_reason`: engine or generator reached a limit. `end_token`: the
-    last token does not end a turn (the tokenizer's end-of-sequence token, the end tokens of `generation_config.json`
-    and of the chat template), which also excludes responses that ended at a stop string."""
+    last token does not end a turn, which also excludes responses that ended at a stop string."""
 
     max_rollout_retries: int = 2
     """Maximum number of retries of a rollout after an infrastructure failure, before it is excluded from the batch."""

@@ -13,11 +13,11 @@ class HarnessConfig(BaseConfig):
     set."""
 
     command: list[str] | None = None
-    """Command line of the agent, run in the workspace once for each trajectory. `{task}` (the last message of the row's
-    prompt), `{task_file}` (the path of a file with it), `{model}`, `{base_url}` and `{api_key}` are filled in.
-    Environment variables: `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`,
-    `SKYRL_MODEL`, `SKYRL_TASK`, `SKYRL_MESSAGES` (JSON), and `SKYRL_TASK_FILE` and `SKYRL_MESSAGES_FILE` with paths of
-    files that hold the last two: texts over 128 KiB exceed the size of a variable and are only in their file."""
+    """Command line of the agent, run in the workspace once per trajectory, with `{task}` (the last message of the row's
+    prompt), `{task_file}`, `{model}`, `{base_url}` and `{api_key}` filled in. Environment variables: `OPENAI_BASE_URL`,
+    `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`, `SKYRL_MODEL`, `SKYRL_TASK`, `SKYRL_MESSAGES` (JSON),
+    and `SKYRL_TASK_FILE` and `SKYRL_MESSAGES_FILE`, paths of files with the last two (texts over 128 KiB are in the
+    file only)."""
 
     function: str | None = None
     """`package.module:function`, called with a `HarnessTask` instead of a command, in this process and without a

@@ -23,8 +23,8 @@ class MegatronDDPConfig(BaseConfig):
     """Accumulate and reduce gradients in float32 if the model computes in bfloat16."""
 
     overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward runs. Must be false: backward hooks would start the reduction in the first
-    micro-batches of an optimizer step and miss the later ones."""
+    """Reduce gradients while the backward runs. Must be false: hooks would reduce the first micro-batches of an
+    optimizer step and miss the later ones."""
 
     overlap_param_gather: bool = False
     """Gather updated weights while the next forward runs. Must be false: it needs `overlap_grad_reduce`."""
@@ -47,8 +47,8 @@ class MegatronModelConfig(BaseConfig):
     `num_layers_in_first_pipeline_stage` or `num_layers_in_last_pipeline_stage`."""
 
     context_parallel_size: int = 1
-    """Ranks that divide the tokens in attention. Must be 1: attention of packed sequences over several ranks needs
-    kernels of Transformer Engine. `trainer.strategy=fsdp2` divides sequences with `sequence_parallel_size`."""
+    """Ranks that divide the tokens in attention. Must be 1; `trainer.strategy=fsdp2` divides sequences with
+    `sequence_parallel_size`."""
 
     expert_model_parallel_size: int = 1
     """Ranks that share the experts of a mixture. Must divide the number of experts."""
@@ -62,14 +62,11 @@ class MegatronModelConfig(BaseConfig):
     """
 
     transformer_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Fields of megatron-core's `TransformerConfig`, added to `recompute_granularity: full`, `recompute_modules:
-    [core_attn]`, `recompute_method: uniform`, `recompute_num_layers: 1`, `gradient_accumulation_fusion: false`.
-    Activations are recomputed only if `trainer.gradient_checkpointing` is on."""
+    """Fields of megatron-core's `TransformerConfig`, added to the default. Activations are recomputed only if
+    `trainer.gradient_checkpointing` is on."""
 
     moe_token_dispatcher_type: Literal["alltoall"] = "alltoall"
-    """Method of sending tokens to the ranks of their experts. (Not supported: megatron-core's `allgather`, which needs
-    equally many tokens on every rank, whereas packed sequences differ in length; `flex`, which needs further
-    libraries.)"""
+    """Method of sending tokens to the ranks of their experts."""
 
     def __post_init__(self) -> None:
         self.transformer_config_kwargs = RECOMPUTATION | dict(self.transformer_config_kwargs)

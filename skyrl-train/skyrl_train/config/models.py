@@ -29,8 +29,8 @@ class LoRAConfig(BaseConfig):
     """Numerator of the adapters' scale: their output is multiplied by alpha / rank."""
 
     dropout: float = 0.0
-    """Dropout probability before the adapters. Reinforcement learning needs 0: with dropout, the log-probs of the same
-    weights differ from one forward to the next."""
+    """Dropout probability before the adapters. Reinforcement learning needs 0, as log-probs of the same weights would
+    differ."""
 
     target_modules: str | list[str] = "all-linear"
     """Layers that get an adapter: `all-linear` (all except the output layer), or module names as in peft."""
@@ -99,8 +99,8 @@ class FSDPConfig(BaseConfig):
     """Keep parameters, gradients and optimizer state in host memory and copy them to the GPU layer by layer."""
 
     reshard_after_forward: bool | int = True
-    """Free a layer's gathered parameters after its forward and gather them again for its backward: less memory, more
-    communication. A number keeps them sharded over groups of that many ranks."""
+    """Free a layer's gathered parameters between forward and backward: less memory, more communication. A number keeps
+    them sharded over groups of that many ranks."""
 
     fsdp_size: int = -1
     """Ranks that shard one copy of the model; several copies then work as data-parallel replicas. -1: all ranks."""
@@ -173,22 +173,20 @@ class PolicyConfig(BaseConfig):
     torch_profiler_config: TorchProfilerConfig = field(default_factory=TorchProfilerConfig)
 
     sequence_parallel_size: int = 1
-    """Workers that share each sequence (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509): each holds a part of the
-    tokens and, in attention, a part of the heads. Must divide the number of workers and of attention heads."""
+    """Workers that share each sequence (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). Must divide the number of
+    workers and of attention heads."""
 
     routing_replay: Literal["off", "R2", "R3"] = "off"
-    """Replay of expert routing in mixture-of-experts policies: training sends each token to recorded experts instead of
-    those that the router would choose now; the router still computes their weights. `R2`: experts chosen by the forward
-    that computed the log-probs at the start of the step (the policy's own choice if one optimizer step covers all
-    rows). `R3`: experts chosen by the rollout engine when it computed the token, which differ now and then because of
-    its numerics. `off`: the router chooses in every forward. The reference model and the critic never replay."""
+    """Replay of expert routing in mixtures of experts: training sends each token to recorded experts; the router still
+    computes their weights. `R2`: experts chosen by the forward that computed the log-probs at the start of the step.
+    `R3`: experts chosen by the rollout engine when it computed the token. `off`: the router chooses in every forward.
+    The reference model and the critic never replay."""
 
     sampling_mask_replay: bool = False
     """Replay of sampling masks if `top_p`, `top_k` or `min_p` of `generator.sampling_params` truncate
-    (https://arxiv.org/abs/2512.02556, "keep sampling mask"): the engine returns the kept tokens of each position, and
-    log-probs of engine, policy and reference, ratios and entropy are computed over them. Needs
-    `generator.sampling_params.top_k`, which bounds their number (4 bytes each). False: log-probs are over the whole
-    vocabulary, and the gradient does not match the sampling distribution."""
+    (https://arxiv.org/abs/2512.02556, "keep sampling mask"): log-probs, ratios and entropy are computed over the kept
+    tokens of each position. Needs `generator.sampling_params.top_k`, which bounds their number. False: the gradient
+    does not match the sampling distribution."""
 
     use_torch_compile: bool = False
     """Compile the computation of log-probs and entropy from hidden states. Slower start, faster steps."""
@@ -210,8 +208,8 @@ class CriticConfig(BaseConfig):
     )
 
     sequence_parallel_size: int = 1
-    """Workers that share each sequence (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509): each holds a part of the
-    tokens and, in attention, a part of the heads. Must divide the number of workers and of attention heads."""
+    """Workers that share each sequence (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). Must divide the number of
+    workers and of attention heads."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Entries that override the model's config.json at loading."""
@@ -229,8 +227,8 @@ class RefConfig(BaseConfig):
     )
 
     sequence_parallel_size: int = 1
-    """Workers that share each sequence (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509): each holds a part of the
-    tokens and, in attention, a part of the heads. Must divide the number of workers and of attention heads."""
+    """Workers that share each sequence (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). Must divide the number of
+    workers and of attention heads."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Entries that override the model's config.json at loading."""

@@ -28,8 +28,8 @@ class SupervisedDataConfig(BaseConfig):
 
     train_data: list[str] = field(default_factory=list)
     """Training sets: paths of .parquet, .json or .jsonl files, or names on the Hugging Face hub as `name[:split]`.
-    Several are concatenated. A null field of Parquet or of the hub counts as absent, as Arrow cannot tell the two
-    apart; nulls in lists and in JSON text stay."""
+    Several are concatenated. A null field of Parquet or of the hub counts as absent; nulls in lists and JSON text
+    stay."""
 
     val_data: list[str] = field(default_factory=list)
     """Evaluation sets, in the same forms. Empty: no evaluation."""

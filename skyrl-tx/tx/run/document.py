@@ -28,16 +28,18 @@ from tx.tinker.config import EngineConfig
 _INTRODUCTION = f"""\
 # Settings of the Tinker-compatible server
 
-This page is made from the code by `python -m tx.run.document > docs/tinker-settings.md`; change it there. What the
-server is: [tinker.md](tinker.md).
+Set any part of the [server](tinker.md), and check the settings and the machine before a start:
 
-An option of the command line counts before the environment, which counts before the default. An unknown option, setting
-or value is an error that names it, before anything starts; `tx doctor` with the same options looks at the rest of the
-machine.
+```bash
+uv run tx doctor --base-model Qwen/Qwen3-0.6B --max-models-per-tenant 4
+```
+
+`python -m tx.run.document > docs/tinker-settings.md` generates this page from the code. The command line takes
+precedence over the environment. An unknown option, setting or value is an error before anything starts.
 
 ## Options
 
-Of `python -m tx.tinker.api` and `tx serve`. In the environment: `{ENV_PREFIX}` and the name in capitals (`--port` is
+Of `tx serve` and `python -m tx.tinker.api`. In the environment: `{ENV_PREFIX}` and the name in capitals (`--port` is
 `{ENV_PREFIX}PORT`); lists with commas, objects as JSON.
 """
 _BACKEND = """\
@@ -48,8 +50,10 @@ A JSON object: `--backend-config '{"device": "cuda:1", "max_num_seqs": 512}'`.
 _ENGINES = """\
 ## `--backend-config` of the backend `skyrl_train`
 
-A JSON object: `--backend-config '{"num_processes": 4, "generator.num_inference_engines": 4}'`. Those of `generator.`
-are skyrl_train's ([configuration.md](configuration.md)).
+A JSON object: `--backend-config '{"num_processes": 4, "generator.num_inference_engines": 4}'`.
+"""
+_GENERATOR = """\
+Settings of the engines, described in [configuration.md](configuration.md#generator.backend):
 """
 
 
@@ -81,13 +85,16 @@ def render_page() -> str:
             _BACKEND,
             _render_table("setting", [*training, *sampling]),
             _ENGINES,
-            _render_table("setting", [*_describe_ray(), *_describe_engines()]),
+            _render_table("setting", _describe_ray()),
+            _GENERATOR,
+            "| setting | default |\n|---|---|\n" + "\n".join(_list_engine_defaults()) + "\n",
         ]
     )
 
 
 def _describe_ray() -> list[str]:
-    own, training = read_field_meanings(SkyRLTrainSettings), read_field_meanings(TrainingSettings)
+    """Render the rows of the backend on Ray; settings of the backend `torch` refer to its table."""
+    own = read_field_meanings(SkyRLTrainSettings)
     rows = [
         _render_row(field.name, _render_default(field.default), own[field.name])
         for field in fields(SkyRLTrainSettings)
@@ -95,16 +102,13 @@ def _describe_ray() -> list[str]:
     ]
     defaults = TrainingSettings()
     return rows + [
-        _render_row(name, _render_default(getattr(defaults, name)), training[name]) for name in TRAINING_SETTINGS
+        _render_row(name, _render_default(getattr(defaults, name)), "as above") for name in TRAINING_SETTINGS
     ]
 
 
-def _describe_engines() -> list[str]:
-    meanings = read_field_meanings(GeneratorConfig)
+def _list_engine_defaults() -> list[str]:
     defaults = asdict(GeneratorConfig()) | {"backend": "vllm", "model_dtype": None, "remote_inference_engine_urls": []}
-    return [
-        _render_row(f"generator.{name}", _render_default(defaults[name]), meanings[name]) for name in GENERATOR_SETTINGS
-    ]
+    return [f"| `generator.{name}` | {_render_default(defaults[name]) or '`null`'} |" for name in GENERATOR_SETTINGS]
 
 
 def _parse_argument_meanings(documented: type) -> dict[str, str]:

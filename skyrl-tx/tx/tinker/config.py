@@ -42,9 +42,8 @@ class EngineConfig(BaseModel):
     max_body_mb: int = Field(default=64, ge=1)
     """Maximum size of a request's body, in MB; larger requests are refused (413) before they are read."""
     max_bodies_mb: int = Field(default=1024, ge=1)
-    """Maximum total size of request bodies being read or parsed, of all clients, in MB, counted as they arrive. A
-    tenant may use as much as is still free, so one alone at most half of it; beyond that, status 429. Bodies up to 64
-    KiB are always admitted."""
+    """Maximum total size of request bodies being read or parsed, in MB. A tenant may use as much as is still free, so
+    one alone at most half of it; beyond that, status 429. Bodies up to 64 KiB are always admitted."""
     max_pending_per_tenant: int = Field(default=4096, ge=1)
     """Maximum number of unfinished requests per tenant; beyond that, status 429."""
     max_sample_tokens_pending: int = Field(default=4_000_000, ge=1)
@@ -53,46 +52,41 @@ class EngineConfig(BaseModel):
     max_models_per_tenant: int | None = Field(default=None, ge=1)
     """Maximum number of live models per tenant; beyond that, creating one is refused. Default: no limit."""
     max_checkpoints_gb_per_tenant: float | None = Field(default=None, gt=0)
-    """Maximum total size of a tenant's named checkpoints, in GB, with the saves under way, which count as large as
-    their like before; once it is reached, saves with a name are refused. Default: no limit."""
+    """Maximum total size of a tenant's named checkpoints, in GB, pending saves included; beyond it, saves with a name
+    are refused. Default: no limit."""
     max_tokens_per_minute_per_tenant: int | None = Field(default=None, ge=1)
     """Maximum number of tokens per minute and tenant: of data that are trained on or scored, of prompts and responses
-    (a sample counts with `max_tokens` until it is done). A minute's tokens may come at once; beyond that, status 429
-    with the time to wait. Data of more than four minutes' tokens in one request are refused. Default: no limit."""
+    (a sample counts with `max_tokens` until it is done). Beyond a minute's tokens at once, status 429 with the time to
+    wait; one request with more than four minutes' tokens of data is refused. Default: no limit."""
     keep_samplers: int = Field(default=16, ge=1)
-    """Number of samplers without a name (`save_weights_and_get_sampling_client`) that are kept per model, the newest.
-    Older ones are deleted with their weights once they are idle; named weights stay."""
+    """Number of the newest unnamed samplers (`save_weights_and_get_sampling_client`) kept per model. Older ones are
+    deleted once they are idle; named weights stay."""
     sampler_idle_sec: int = Field(default=600, ge=0)
     """Time without a request after which such an older sampler is deleted, in seconds."""
     stable_reinforce_as: Literal["importance_sampling", "ppo", "cispo", "gspo"] | None = None
-    """Loss that is computed for clients that ask for `stable_reinforce`, which exists at the hosted service only;
-    `record_stability_info` of their samples is accepted, and nothing is recorded. Results differ from the hosted
-    service's. Default: both are refused."""
+    """Loss computed for clients that ask for `stable_reinforce`, which exists at the hosted service only, with other
+    results than there; `record_stability_info` is then accepted without effect. Default: both are refused."""
     keep_samples: int = Field(default=0, ge=0)
-    """Number of samples kept for each optimizer step of a model, the last ones (up to twice as many until some are
-    dropped), for `tx console`: prompts and responses of clients, as text, in the state folder. 0: none are kept."""
+    """Number of the last samples of each optimizer step kept for `tx console`: prompts and responses of clients, as
+    text, in the state folder (up to twice as many until some are dropped)."""
     keep_samples_mb: int = Field(default=16, ge=1)
-    """Maximum size of a model's kept samples, in MB; those of the earliest steps are dropped first, and of a step that
-    is larger alone, all but the last half of these MB."""
+    """Maximum size of a model's kept samples, in MB; those of the earliest steps are dropped first."""
     max_runs_gb: float = Field(default=10.0, gt=0)
-    """Maximum total size of the run folders in the state folder (curves, logs and kept samples of models, and the
-    server's own), in GB. Beyond it those of models that are unloaded are removed, longest unchanged first; those of
-    live models and of the server stay."""
+    """Maximum total size of the run folders in the state folder (curves, logs, kept samples), in GB. Beyond it those of
+    unloaded models are removed, longest unchanged first."""
     share_expert_matrices: bool = False
     """Experts of a layer share, in adapters of new models, A of `gate_proj`, A of `up_proj` and B of `down_proj`: 3.6
-    times fewer numbers for Qwen3-30B-A3B. Files hold a copy for each expert, as peft and engines read them. Models that
-    exist stay as they are, and a model that loads a checkpoint takes its layout; without experts that are adapted it
-    has no effect."""
+    times fewer numbers for Qwen3-30B-A3B. Files hold a copy for each expert, as peft and engines read them. A model
+    that loads a checkpoint takes its layout."""
     seq_gap_timeout_sec: int = Field(default=300, ge=1)
     """Time after which a request fails whose predecessor has not arrived, in seconds."""
 
     pass_timeout_seconds: int = Field(default=1800, ge=1)
-    """Maximum duration of one training pass or one sampling step, in seconds. An engine that takes longer counts as
-    hung: it is ended, and a new one repeats the pending requests. A request that is present at every such timeout
-    fails."""
+    """Maximum duration of one training pass or sampling step, in seconds. An engine that takes longer is restarted, and
+    pending requests are repeated. A request that is present at every such timeout fails."""
     standby_engine: bool = True
-    """Keep a second process that has imported the engine's modules but holds no model: after a crash of the engine, the
-    next one starts seconds sooner. Costs the memory of the imports, about 0.6 GB."""
+    """Keep a second process with the engine's imports, about 0.6 GB: after a crash, the next engine starts seconds
+    sooner."""
 
     @property
     def state_folder(self) -> Path:

@@ -36,8 +36,8 @@ class ReasoningGymConfig:
     """Settings of `environment.skyrl_gym.reasoning_gym`."""
 
     strict: bool = False
-    """Give reward 1 to a solved task and 0 to all else. Otherwise the reward is the generator's score, and many
-    generators give between 0.01 and 0.5 to a well-formed wrong answer."""
+    """Give reward 1 to a solved task and 0 to all else. Otherwise the reward is the generator's score, often 0.01 to
+    0.5 for a well-formed wrong answer."""
 
     system_prompt: str | None = None
     """System message for prompts that have none: a text, or the name of one of reasoning-gym's own (`default`,

@@ -68,9 +68,8 @@ class RLMEnvConfig:
     ephemeral_turn_prompt: bool = False
     """Remove each turn's prompt from the history once the model has responded to it.
 
-    The list that `init` returned is changed in place, so the driver must keep using that very list and build the input
-    of each turn from it. Since the history is then not append-only, each turn must be a training sample of its own
-    (`generator.step_wise_trajectories`). A driver that copies the list is detected in the second turn."""
+    The list that `init` returned is changed in place, so the driver must build the input of each turn from that list.
+    Needs `generator.step_wise_trajectories`, as the history is not append-only."""
 
 
 class BaseRLMEnv(BaseTextEnv):

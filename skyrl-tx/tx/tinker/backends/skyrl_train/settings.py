@@ -67,8 +67,8 @@ class SkyRLTrainSettings:
     max_loaded_adapters: int = 8
     """Maximum number of adapters loaded in each engine; requests for further ones wait."""
     freeze_unembed: bool = False
-    """Do not adapt the output layer, whatever a request's `train_unembed` says. For client programs that cannot set it
-    to false, with engines that cannot adapt that layer (all but `native`). False: such requests are refused."""
+    """Do not adapt the output layer, whatever a request's `train_unembed` says, as engines other than `native` cannot.
+    False: such requests are refused."""
     ray_address: str | None = None
     """Address `HOST:PORT` of a Ray cluster to join. None: that of RAY_ADDRESS, or a cluster on this machine that ends
     with the server."""

@@ -34,10 +34,9 @@ class TrainingSettings:
     max_resident_models: Annotated[int, AtLeast(1)] = 64
     """Maximum number of adapters in memory at a time."""
     grouped_adapters: bool = False
-    """Compute the adapters of all models of a pass, and those of all experts of a layer, by one product each (torch's
-    `grouped_mm`), not by one for each. Written for CUDA, where starting many small products takes time, and tried on
-    CPUs alone, where it is slower in float32; ranks must be a multiple of 8 in bfloat16 (4 in float32), others are
-    computed one by one."""
+    """Compute the adapters of all models of a pass, and of all experts of a layer, in one product each (torch's
+    `grouped_mm`). For CUDA, but tested on CPUs only, where it is slower in float32. Ranks must be a multiple of 8 in
+    bfloat16 (4 in float32); others are computed one by one."""
     trust_remote_code: bool = False
     """Run the model's own code, if its folder contains some."""
     num_processes: Annotated[int, AtLeast(1)] = 1
