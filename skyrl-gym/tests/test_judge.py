@@ -165,7 +165,7 @@ def test_closed_environment_works_until_judge_is_unreachable():
             assert env.step("42")["reward"] == 1.0
             env.close()
         env.close()
-    with env, pytest.raises(InfraError, match=r"failed 2 times .*ConnectError"):
+    with env, pytest.raises(InfraError, match="ConnectError"):
         env.step("42")
 
 
@@ -181,7 +181,7 @@ def test_thirty_two_environments_share_judge_concurrently():
 
 def test_public_service_requires_key_and_custom_server_does_not(monkeypatch):
     row = {"reward_spec": {"ground_truth": "42"}}
-    with pytest.raises(ValueError, match="environment variable OPENAI_API_KEY, or another server in base_url"):
+    with pytest.raises(ValueError, match="OPENAI_API_KEY"):
         skyrl_gym.make("llm_as_a_judge", env_config={}, extras=row)
     monkeypatch.setenv("MY_KEY", "secret")
     env = LLMJudgeEnv({"api_key_env": "MY_KEY"}, row)
@@ -202,7 +202,7 @@ def test_custom_prompt():
 
 @pytest.mark.parametrize("settings", [{"timeout": 0}, {"max_retries": -1}])
 def test_invalid_settings_are_rejected(settings):
-    with pytest.raises(ValueError, match="timeout must be positive"):
+    with pytest.raises(ValueError, match="timeout"):
         Judge(JudgeSettings(base_url="http://127.0.0.1:1", **settings))
 
 

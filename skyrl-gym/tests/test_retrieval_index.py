@@ -46,7 +46,7 @@ def test_words_are_stemmed_folded_and_without_stop_words():
     ]
     assert Analyzer("none").words("The Cats") == ["the", "cats"]
     assert Analyzer("german").words("die Häuser") == Analyzer("german").words("Hauser")
-    with pytest.raises(ValueError, match=r"language must be none or one of .*english.*got 'klingon'"):
+    with pytest.raises(ValueError, match=r"language .*'klingon'"):
         Analyzer("klingon")
     with pytest.raises(CorpusError, match="no document has a word"):
         Retriever.of(["?!", "..."])
@@ -105,10 +105,10 @@ def test_index_is_reused_for_touched_or_missing_corpus(settings):
 
 def test_changed_settings_or_corpus_raise_unless_rebuild_is_requested(settings):
     old = open_retriever(settings)
-    with pytest.raises(IndexMismatchError, match=r"was made with b 0\.75, not 0\.4:"):
+    with pytest.raises(IndexMismatchError, match=r"b 0\.75.* 0\.4"):
         open_retriever(replace(settings, bm25=BM25Settings(b=0.4)))
     settings.corpus.write_text('{"id": "owl", "text": "An owl hoots."}\n')
-    with pytest.raises(IndexMismatchError, match=r"made from another corpus .*--rebuild"):
+    with pytest.raises(IndexMismatchError, match="--rebuild"):
         open_retriever(settings)
     new = open_retriever(replace(settings, rebuild=True))
     assert ids(new, "owl") == ["owl"] and ids(new, "cat") == []

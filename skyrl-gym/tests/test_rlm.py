@@ -534,8 +534,8 @@ def test_subclass_adds_and_explains_tools(make_env):
 @pytest.mark.parametrize(
     "extras, message",
     [
-        ({}, "reward_spec field is required"),
-        ({"reward_spec": {}}, "ground_truth is required in reward_spec field"),
+        ({}, "reward_spec"),
+        ({"reward_spec": {}}, "ground_truth"),
         ({"reward_spec": {"ground_truth": []}}, "reward_spec.ground_truth"),
         ({"reward_spec": {"ground_truth": 5}}, "reward_spec.ground_truth"),
         ({"reward_spec": {"ground_truth": "x"}, "extra_info": {"context_text": 5}}, "context_text"),
@@ -643,9 +643,9 @@ def test_no_query_starts_after_deadline(make_env):
 @pytest.mark.parametrize(
     "settings, text",
     [
-        ({"base_url": "http://127.0.0.1:1"}, "base_url and model go together"),
-        ({"model": "small"}, "base_url and model go together"),
-        ({"repl_timout": 5}, "did you mean repl_timeout"),
+        ({"base_url": "http://127.0.0.1:1"}, "base_url"),
+        ({"model": "small"}, "base_url"),
+        ({"repl_timout": 5}, "repl_timeout"),
     ],
 )
 def test_invalid_setting_is_named(settings, text):

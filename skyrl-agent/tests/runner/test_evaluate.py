@@ -97,7 +97,7 @@ def test_results_file_rejects_second_writer_and_other_settings(evaluation, tmp_p
 async def test_evaluation_stops_after_consecutive_failures(evaluation):
     rows = [{"number": number, "sandbox": "broken"} for number in range(5)] + [{"number": 5, "seconds": 600}]
     with evaluation(rows, dispatcher={"max_parallel_agents": 2, "order": "instances"}) as it:
-        with pytest.raises(BatchFailedError, match=r"all 10 trajectories failed, 10 of them .* no sandbox"):
+        with pytest.raises(BatchFailedError, match="no sandbox"):
             await it.run()
         assert it.summary().num_scored == 0
 

@@ -122,7 +122,7 @@ async def test_runtime_reports_expired_lease():
     await runtime.start()
     (lease,) = leases()
     lease.release()  # as a sweep does while its owner is stopped
-    with pytest.raises(InfraError, match="no heartbeat for 7 s"):
+    with pytest.raises(InfraError, match="7 s"):
         await runtime.exec("true")
     await runtime.close()
 

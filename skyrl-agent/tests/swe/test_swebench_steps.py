@@ -198,7 +198,7 @@ async def test_smith_rows_restore_tests_from_history(play):
 @pytest.mark.full
 async def test_missing_named_test_gives_no_verdict(play):
     row = ROW | {"FAIL_TO_PASS": ["test_double.py::test_two", "test_double.py::test_three"]}
-    with pytest.raises(TaskRowError, match=r"tests were not run: test test_double.py::test_three"):
+    with pytest.raises(TaskRowError, match="test_three"):
         await play(HereTask(), row, FIX)
     assert (await play(HereTask(), row, "echo '# hm' >> double.py"))[1].reward == 0.0, "a test was run and failed"
 

@@ -449,10 +449,10 @@ def test_token_is_required_and_stored_in_cookie(runs: Path):
 def test_non_loopback_address_requires_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert [read_token(host, None) for host in ("127.0.0.1", "::1", "localhost", "127.0.0.2")] == [None] * 4
     for host in ("0.0.0.0", "::", "192.168.1.2", "machine"):
-        with pytest.raises(ConfigError, match=r"needs --token-file PATH"):
+        with pytest.raises(ConfigError, match="--token-file"):
             read_token(host, None)
     (tmp_path / "token").write_text("short\n")
-    with pytest.raises(ConfigError, match="holds 5 characters; give at least 16"):
+    with pytest.raises(ConfigError, match="5 characters"):
         read_token("0.0.0.0", tmp_path / "token")
     assert main([str(tmp_path), "--host", "0.0.0.0"]) == 1
     assert "--token-file" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def test_missing_log_probs_stay_missing():
             ([[1]], [[2, 3]], [[0.0]], [[1, 1]]),
             "rewards must have one entry a response token; trajectory 0 has 1 for 2",
         ),
-        (([[1]], [[2]], [[0.0]], [[1, 1]]), "loss_masks must have one entry a response token"),
+        (([[1]], [[2]], [[0.0]], [[1, 1]]), "loss_masks"),
         (([[1]], [[2]], [[0.0]], [[1]], [[0.0, 0.0]]), "logprobs must have one entry a response token"),
     ],
 )

@@ -127,7 +127,7 @@ def test_shared_prompt_of_preference_conversations_is_stored_once(tokenizer, tmp
 
 def test_preference_pair_with_different_prompts_names_row(tokenizer, tmp_path):
     rows = [{"prompt": "other", **{kind: [USER, {"role": "assistant", "content": kind}] for kind in KINDS}}]
-    with pytest.raises(DataError, match=r"row 0: chosen .*prompt"):
+    with pytest.raises(DataError, match="row 0: chosen"):
         SupervisedDataset(write(tmp_path, rows), tokenizer, SupervisedDataConfig(), with_pairs=True)
 
 
@@ -169,7 +169,7 @@ def test_rows_without_trained_tokens_are_dropped(tokenizer, tmp_path):
         ({"text": "a"}, {}, r"row 0 has the columns text; expected chat \(messages\) or preference"),
         ({"messages": DIALOGUE}, {"format": "alpaca"}, r"row 0 .*expected alpaca \(instruction, output\)"),
         ({"messages": "hello"}, {}, "row 0: messages is plain text"),
-        ({"chosen": "a", "rejected": "b"}, {}, "format preference, which skyrl_train.entrypoints.main_dpo trains on"),
+        ({"chosen": "a", "rejected": "b"}, {}, "skyrl_train.entrypoints.main_dpo"),
     ],
 )
 def test_rows_of_other_format_are_rejected_by_name(tokenizer, tmp_path, row, settings, message):
@@ -181,7 +181,7 @@ def test_slow_tokenizer_is_rejected(tokenizer):
     class Slow:
         is_fast = False
 
-    with pytest.raises(ConfigError, match="needs a fast tokenizer"):
+    with pytest.raises(ConfigError, match="fast tokenizer"):
         Encoder(Slow(), SupervisedDataConfig())  # type: ignore[arg-type]
 
 

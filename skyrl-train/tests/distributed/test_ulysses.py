@@ -126,19 +126,19 @@ class OneOfTwo(SequenceParallel):
 
 def test_slice_is_contiguous_and_rejects_indivisible_length():
     assert OneOfTwo().shard(torch.tensor([5, 6, 7, 8]), dim=0).tolist() == [7, 8]
-    with pytest.raises(ValueError, match="2 ranks cannot share 7 positions: pad to a multiple"):
+    with pytest.raises(ValueError, match="7 positions"):
         OneOfTwo().shard(torch.zeros(2, 7), dim=1)
 
 
 def test_indivisible_heads_are_rejected():
     OneOfTwo().check_heads(6)
-    with pytest.raises(ConfigError, match=r"must divide the number of .* attention heads, 7"):
+    with pytest.raises(ConfigError, match="attention heads, 7"):
         OneOfTwo().check_heads(7)
 
 
 def test_single_rank_has_no_group_and_oversized_group_is_rejected(group_of_one):
     assert build_sequence_parallel(1) is None
-    with pytest.raises(ValueError, match="must divide the number of ranks, 1; got 2"):
+    with pytest.raises(ValueError, match="got 2"):
         build_sequence_parallel(2)
 
 

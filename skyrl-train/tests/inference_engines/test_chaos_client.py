@@ -176,7 +176,7 @@ async def test_stopped_engine_is_replaced(start: Start):
         began = time.monotonic()
         with pytest.raises(
             WorkerError,
-            match=r"(?s)engine 0 neither said that it is well nor computed anything for 6 s.*=== process \d+ start",
+            match=r"(?s)engine 0 .*=== process \d+ start",
         ):
             await client.pause_generation()
         assert time.monotonic() - began < 40

@@ -195,7 +195,7 @@ async def test_interrupted_constrained_completion_resumes_exactly(engine, cut):
 async def test_prompt_suffix_contradicting_constraint_is_rejected(engine):
     with pytest.raises(ValueError, match=r"num_answer_tokens.*contradict"):
         await ask(engine, [PROMPT], constraint={"json_schema": PERSON}, num_answer_tokens=3)
-    with pytest.raises(ValueError, match="num_answer_tokens=99 must be at most the 20"):
+    with pytest.raises(ValueError, match="num_answer_tokens=99"):
         await ask(engine, [PROMPT], num_answer_tokens=99)
 
 

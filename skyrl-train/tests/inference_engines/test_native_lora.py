@@ -294,11 +294,11 @@ async def test_adapters_are_selected_by_name(tiny_models, adapter):
     path = tiny_models("qwen3")
     async with engine_of(path, max_loras=2) as engine:
         assert "lora" not in (await engine.describe()).unsupported
-        with pytest.raises(ValueError, match="no adapter named 'policy' is loaded; none is loaded"):
+        with pytest.raises(ValueError, match="'policy'"):
             await engine.generate_batch(batch(PROMPT, lora="policy"))
         for number, name in enumerate(["policy", "other"]):
             await engine.load_lora(LoraLoadRequest(name=name, path=adapter(path, number), version=number + 3))
-        with pytest.raises(ValueError, match=r"max_loras=2 adapters are loaded \(policy, other\)"):
+        with pytest.raises(ValueError, match="max_loras=2"):
             await engine.load_lora(LoraLoadRequest(name="third", path=adapter(path)))
         asked = [
             engine.generate_batch(batch(PROMPT, lora=name, seed=1, max_tokens=9)) for name in (None, "policy", "other")
@@ -307,7 +307,7 @@ async def test_adapters_are_selected_by_name(tiny_models, adapter):
         assert [answer["weight_versions"][0] for answer in (plain, policy, other)] == [[0] * 9, [3] * 9, [4] * 9]
         assert len({tuple((a["response_logprobs"] or [])[0]) for a in (plain, policy, other)}) == 3
         await engine.unload_lora("policy")
-        with pytest.raises(ValueError, match="no adapter named 'policy' is loaded; loaded are other"):
+        with pytest.raises(ValueError, match=r"'policy' .*other"):
             await engine.unload_lora("policy")
         again = await engine.generate_batch(batch(PROMPT, lora="other", seed=1, max_tokens=9))
         assert again["response_logprobs"] == other["response_logprobs"]
@@ -355,7 +355,7 @@ async def test_adapter_is_removed_after_last_request(tiny_models, adapter):
         leaving = asyncio.ensure_future(engine.unload_lora("policy"))
         await asyncio.sleep(0.05)
         assert not leaving.done()
-        with pytest.raises(ValueError, match="no adapter named 'policy'"):
+        with pytest.raises(ValueError, match="'policy'"):
             await engine.generate_batch(ask)
         await engine.resume_generation()
         assert await running == expected
@@ -395,13 +395,13 @@ async def test_engine_without_lora_rejects_adapters(tiny_models, adapter):
 @pytest.mark.parametrize(
     "config, message",
     [
-        ({"target_modules": ["embed_tokens"]}, r"embed_tokens.lora_embedding_A is no matrix of a linear layer"),
-        ({"use_dora": True}, "use_dora=True: DoRA scales"),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens.lora_embedding_A"),
+        ({"use_dora": True}, "use_dora=True"),
         ({"target_modules": ["q_proj"], "trainable_token_indices": [3]}, "trainable_token_indices=.* embeddings"),
         ({"bias": "lora_only"}, "bias='lora_only'"),
         ({"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}, r"modules_to_save=\['lm_head'\]"),
-        ({"init_lora_weights": "olora"}, "init_lora_weights='olora' took a part of the model's weights"),
-        ({"rank": 80}, "has rank 80, above the engine's max_lora_rank=64"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"rank": 80}, "max_lora_rank=64"),
     ],
 )
 def test_adapters_beyond_low_rank_products_are_rejected(tiny_models, adapter, config, message):
@@ -414,7 +414,7 @@ def test_fused_experts_are_rejected_by_name(tiny_models, adapter):
     folder = adapter(
         tiny_models("qwen3_moe"), target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"]
     )
-    with pytest.raises(ValueError, match=r"target_parameters=\['mlp.experts.gate_up_proj'\]: it adapts parameters"):
+    with pytest.raises(ValueError, match="target_parameters"):
         load(make_core(tiny_models("qwen3_moe")), folder)
 
 
@@ -468,7 +468,7 @@ def test_folder_without_adapter_is_rejected(tiny_models, tmp_path):
         load(core, str(tmp_path))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
     save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="its peft_type is 'IA3', not LORA"):
+    with pytest.raises(ValueError, match="peft_type"):
         load(core, str(tmp_path))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
     with pytest.raises(ValueError, match="no adapter can be read from"):

@@ -185,10 +185,10 @@ def test_empty_mini_batch_has_only_dummies():
 
 @pytest.mark.parametrize("mini_batches", [[[0, 1]], [[0, 1], [1, 2]], [[0, 1, 2, 3]], []])
 def test_mini_batches_must_contain_every_row_once(mini_batches):
-    with pytest.raises(ValueError, match="each of 3 rows"):
+    with pytest.raises(ValueError, match="3 rows"):
         Schedule.of([1, 1, 1], mini_batches, 1, micro_batch_size=1)
 
 
 def test_incomplete_pairs_are_refused():
-    with pytest.raises(ValueError, match="whole units of 2 rows"):
+    with pytest.raises(ValueError, match="units of 2"):
         Schedule.of([1, 1, 1], [[0, 1, 2]], 1, micro_batch_size=1, unit=2)

@@ -35,9 +35,7 @@ def test_successful_update_resets_skip_count():
     name = "policy/consecutive_skipped_updates"
     assert updates.count(learnt(True, True), batch(), is_last_step=False) == {name: 2.0}
     assert updates.count(learnt(False, True, True), batch(), is_last_step=False) == {name: 2.0}
-    with pytest.raises(
-        NonFiniteUpdateError, match=r"^3 optimizer steps of the policy in a row were skipped \(trainer.max"
-    ):
+    with pytest.raises(NonFiniteUpdateError, match=r"^3 optimizer steps of the policy .*trainer\.max"):
         updates.count(learnt(True, False), batch(), is_last_step=False)
 
 
@@ -79,7 +77,7 @@ def test_resumed_run_continues_skip_count():
     before, resumed = counter(limit=3), counter(limit=3)
     before.count(learnt(False, True, True), batch(), is_last_step=False)
     resumed.load_state(before.state())
-    with pytest.raises(NonFiniteUpdateError, match=r"^3 optimizer steps of the policy in a row"):
+    with pytest.raises(NonFiniteUpdateError, match=r"^3 optimizer steps of the policy"):
         resumed.count(learnt(True), batch(), is_last_step=False)
     resumed = counter(limit=10)
     resumed.load_state(before.state())

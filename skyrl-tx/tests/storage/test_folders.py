@@ -106,7 +106,7 @@ def test_damaged_local_files_are_named_and_never_archived(tmp_path: Path):
     with pytest.raises(DamagedFilesError, match=r"adapter\.txt is missing"):
         folders.verified(folder)
     Path(folder, MANIFEST).write_text('{"files": {"adapter.txt": 3}}')
-    with pytest.raises(DamagedFilesError, match=r"tx_manifest\.json \(the checksums\) is damaged"):
+    with pytest.raises(DamagedFilesError, match=r"tx_manifest\.json"):
         folders.verified(folder)
     Path(folder, MANIFEST).unlink()
     folders.verified(folder)  # of a release without checksums
@@ -144,7 +144,7 @@ def test_names_cannot_escape_base(folders: Folders, part: str):
 def test_only_places_are_written_or_removed(folders: Folders, folder: str):
     folder = folder.format(base=folders.base)
     for attempt in (folders.remove, lambda folder: write(folders, folder, "")):
-        with pytest.raises(ValueError, match="no folder under checkpoints_base"):
+        with pytest.raises(ValueError, match="checkpoints_base"):
             attempt(folder)
 
 

@@ -172,7 +172,7 @@ def test_bad_samples_are_refused(fields, says, facts):
 def test_check_lora_refuses_ranks_and_layers_out_of_range():
     check_lora(LoraSpec(rank=128), max_rank=128)
     for lora in (LoraSpec(rank=129), LoraSpec(rank=0)):
-        with pytest.raises(RequestError, match=r"lora_config\.rank must be 1 to 128"):
+        with pytest.raises(RequestError, match=r"lora_config\.rank"):
             check_lora(lora, max_rank=128)
     with pytest.raises(RequestError, match="must train something"):
         check_lora(LoraSpec(train_attn=False, train_mlp=False, train_unembed=False), max_rank=128)
