@@ -139,19 +139,19 @@ BROKEN = {
     ),
     "truncated, not done": (
         broken(output=lambda s, o, r, d: {"observations": o, "reward": r, "done": d, "truncated": True}),
-        "truncated without done",
+        "truncated",
     ),
     "observation is text": (
         broken(output=lambda s, o, r, d: {"observations": "x", "reward": r, "done": d}),
         "a list of",
     ),
-    "content is a number": (with_reply({"role": "user", "content": 3}), "content is no text"),
+    "content is a number": (with_reply({"role": "user", "content": 3}), "content is neither text"),
     "odd role": (with_reply({"role": "environment", "content": ""}), "role 'environment'"),
     "not JSON": (with_reply({"role": "user", "content": "", "extra": {1, 2}}), "not JSON"),
-    "not Unicode": (with_reply({"role": "user", "content": "\ud83d"}), "cannot be tokenised"),
+    "not Unicode": (with_reply({"role": "user", "content": "\ud83d"}), "cannot be tokenized"),
     "row without ground truth": (broken(__init__=without_row), "without reward_spec must raise TaskError"),
     "settings required": (broken(__init__=with_needed_config), "env_config=None raised AttributeError"),
-    "row changed": (broken(__init__=changing_its_row), "changes its row"),
+    "row changed": (broken(__init__=changing_its_row), "modifies its row"),
     "raises on nothing": (broken(step=raising_on(lambda a: a == "", KeyError("x"))), "empty: raised KeyError"),
     "raises on a surrogate": (
         broken(step=lambda s, a: (a.encode(), GoodEnv.step(s, a))[1]),
@@ -169,7 +169,7 @@ BROKEN = {
     "turns": (broken(step=not_counting), "turns is 0 after step 2"),
     "luck without a seed": (
         broken(init=lambda s, p: (setattr(s, "luck", random.random()), (p, {}))[1]),
-        "gave different episodes: observations of step 1.*let init take a seed",
+        "gave different episodes: observations of step 1.*let init accept a seed",
     ),
     "shared state": (
         broken(step=sharing, reply=lambda s: {"role": "user", "content": shared[-2] if len(shared) > 1 else ""}),
@@ -234,7 +234,7 @@ def test_warnings_do_not_fail():
     report = check_env(env_class)
     assert report.ok
     assert {finding.severity for finding in report.findings} == {"warning"}
-    assert "tokens that it did not write" in str(report)
+    assert "tokens that it did not generate" in str(report)
 
 
 def test_misused_column_without_task_error_is_warning():

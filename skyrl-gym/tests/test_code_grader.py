@@ -128,7 +128,7 @@ def test_rows_of_tests_are_read():
         ("[{", "must be JSON"),
         ("[]", "at least one test"),
         ({"tests": None}, "at least one test"),
-        ({"test": ["assert f()"]}, "has test; it may have tests"),
+        ({"test": ["assert f()"]}, "has test; allowed fields: tests"),
         (17, "at least one test"),
         ([{"input": "1"}], "output of test 0 must be text; got None"),
         ([STDIN, "assert f()"], "test 1 must be an object"),

@@ -217,7 +217,7 @@ def test_failures_are_counted_by_kind_and_never_as_zero(settings):
         by_task = {each["task"]: each for each in episodes(running)}
         assert by_task[0]["reward"] is None and by_task[0]["messages"] == [{"role": "user", "content": problems[0]}]
         assert "context length exceeded" in by_task[1]["error"]
-        assert "failed, and counted in none" in table(summary)
+        assert "failed and not counted above" in table(summary)
 
         server.answer = right  # failed episodes are played again, the others are not
         asked = len(server.requests)
@@ -339,7 +339,7 @@ def test_server_crash_stops_evaluation_and_next_run_resumes(settings, tmp_path):
     def dying(messages):
         return right(messages) if answered.acquire(blocking=False) else (502, {"error": "gone"})
 
-    text = r"10 episodes in a row failed; last: infra, .*run again to go on"
+    text = r"10 episodes in a row failed; last: infra, .*run again to continue"
     with ChatServer(dying) as server, pytest.raises(InfraError, match=text):
         evaluate(replace(running, base_url=server.base_url))
     with ChatServer(right) as server:
@@ -426,7 +426,7 @@ def test_signal_stops_evaluation_and_keeps_all_episodes(settings, rows, number):
         summary, said = process.communicate(timeout=20)
         over.set()
     assert process.returncode == 128 + number
-    assert "run again to go on" in said and "Traceback" not in said
+    assert "run again to continue" in said and "Traceback" not in said
     assert "2 of 6 scored" in summary
     assert "cancelled           2, e.g. the evaluation was stopped" in summary
     *finished, first, second = episodes(settings)
@@ -475,7 +475,7 @@ def test_command_line_prints_table_and_sets_exit_code(settings, rows, capsys):
         (["--pass-k", "4"], "--pass-k 4 needs at least 4 samples of each task; --num-samples is 1"),
         (["--num-samples", "0"], "--num-samples must be at least 1; got 0"),
         (["--base-url", "127.0.0.1:8000"], "--base-url must begin with http:// or https://"),
-        (["--data", "missing.jsonl"], "--data: there is no file missing.jsonl"),
+        (["--data", "missing.jsonl"], "--data: no such file missing.jsonl"),
         (["--env", "arithmetix"], "did you mean arithmetic"),
         (["--env", "no_such_module:Env"], "--env no_such_module:Env cannot be imported"),
     ],

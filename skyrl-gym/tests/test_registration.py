@@ -120,7 +120,7 @@ def test_constructor_errors_propagate(echo):
 
 
 def test_entry_point_without_env_is_rejected(register):
-    with pytest.raises(TypeError, match="it made a dict"):
+    with pytest.raises(TypeError, match="it created a dict"):
         make(register("a dict", "builtins:dict"))
     with pytest.raises(error.Error, match="no entry point"):
         make(EnvSpec(id="empty"))
@@ -128,7 +128,7 @@ def test_entry_point_without_env_is_rejected(register):
 
 @pytest.mark.parametrize("text", ["module_only", "a:b:c", ":name", "module:"])
 def test_entry_point_format_is_module_colon_attribute(text):
-    with pytest.raises(ValueError, match="must read"):
+    with pytest.raises(ValueError, match="must have the form"):
         load_env_creator(text)
 
 

@@ -125,7 +125,7 @@ def test_run_test_returns_codes_up_to_first_failure(sample, code, results):
 
 
 def test_run_test_rejects_malformed_sample():
-    with pytest.raises(TaskError, match="as many outputs"):
+    with pytest.raises(TaskError, match="number of inputs and outputs"):
         run_test({"input_output": json.dumps({"inputs": ["1"], "outputs": []})}, ADD)
 
 

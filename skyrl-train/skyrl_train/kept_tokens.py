@@ -67,7 +67,7 @@ class KeptTokens:
         if isinstance(value, cls):
             return value
         if not isinstance(value, dict) or set(value) != {"counts", "ids"}:
-            raise ValueError("kept tokens must be an object of counts and ids")
+            raise ValueError("kept tokens must be an object with counts and ids")
         counts, ids = (np.frombuffer(base64.b64decode(value[name]), np.int32) for name in ("counts", "ids"))
         return cls(counts, ids)
 

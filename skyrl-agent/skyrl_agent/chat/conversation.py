@@ -214,7 +214,7 @@ class Conversation:
         own = written.removesuffix(self.encoder.decode(ids[-1:])) if wrote_end else written
         if not end or not _is_equivalent(answer, own, body):
             raise _AnswerMismatch(
-                f"the model wrote {_format_excerpt(own)} and the template writes {_format_excerpt(body or step)}"
+                f"the model generated {_format_excerpt(own)} and the template renders {_format_excerpt(body or step)}"
             )
         if wrote_end and self.encoder.decode(ids[-1:]) != end:
             raise _AnswerMismatch(f"the model ended it with {self.encoder.decode(ids[-1:])}, the template with {end}")
@@ -272,8 +272,9 @@ def _log_warning(template: str, role: str, added: tuple[str, ...], broken: Break
     if (template, role, added) not in _warned:
         _warned.add((template, role, added))
         logger.warning(
-            "the chat template does not only append: message %d (%s): %s. From here a new training row begins, and "
-            "wherever this happens again (said once). generator.append_only keeps what the model has read and written",
+            "the chat template does not only append: message %d (%s): %s. A new training row starts here and "
+            "wherever this happens again (reported once). generator.append_only keeps all tokens that the model has "
+            "seen and generated",
             broken.message_index,
             role,
             broken.why,

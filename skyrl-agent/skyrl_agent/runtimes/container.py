@@ -119,7 +119,7 @@ class Machine(Container):
         if ended.returncode == 4:
             raise FileNotFoundError(f"no file {path!r} in the working directory")
         if ended.returncode != 0:
-            raise ValueError(f"{path!r} is not a plain file that can be read: {_format_error(ended)}")
+            raise ValueError(f"{path!r} is not a readable regular file: {_format_error(ended)}")
         if len(ended.stdout) > max_bytes:
             raise ValueError(f"{path!r} is larger than {max_bytes} bytes")
         return ended.stdout

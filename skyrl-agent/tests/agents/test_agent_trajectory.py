@@ -234,7 +234,7 @@ async def test_borrowed_environment_is_runtime_and_stays_open(runtimes):
     [
         ({"tools": ["finsh"]}, "finish"),
         ({"tools": {"enable_bash": True}}, "CodeActAgent takes flags"),
-        ({"tools": ["finish", "em_finish"]}, "both called 'finish'"),
+        ({"tools": ["finish", "em_finish"]}, "name 'finish'"),
         ({"agent_config": {"max_dept": 2}}, "agent_config.max_depth"),
         ({"agent_config": {"max_repeats": 1}}, "agent_config.max_repeats"),
         ({"agent_config": {"runtime": 2}}, "agent_config.runtime"),

@@ -150,7 +150,9 @@ def test_dropped_thought_is_reported_as_break_once(caplog):
             answer(conversation, text)
             conversation.add(AGAIN)
     assert [(found.message_index, found.role) for found in conversation.breaks] == [(4, "assistant"), (6, "assistant")]
-    assert "the model wrote '<think>hm</think>B' and the template writes 'B<|im_end|>" in conversation.breaks[0].why
+    assert (
+        "the model generated '<think>hm</think>B' and the template renders 'B<|im_end|>" in conversation.breaks[0].why
+    )
     assert len(transitions_to_training_data(conversation.transitions)) == 3
     (warning,) = caplog.records
     assert "message 4 (assistant)" in warning.message and "generator.append_only" in warning.message
@@ -160,7 +162,7 @@ def test_dropped_thought_is_reported_as_break_once(caplog):
     "text, end, why",
     [
         ("A", "<|endoftext|>", "the model ended it with <|endoftext|>, the template with <|im_end|>"),
-        ("hm A", "<|im_end|>", "the model wrote 'hm A"),  # as where an agent itself drops reasoning
+        ("hm A", "<|im_end|>", "the model generated 'hm A"),  # as where an agent itself drops reasoning
     ],
 )
 def test_response_that_differs_from_rendered_message_is_break(encoder, text, end, why):
@@ -330,7 +332,7 @@ def test_template_is_read_from_file(tmp_path):
     path = tmp_path / "own.jinja"
     path.write_text("hi")
     assert get_configured_chat_template(str(path)) == "hi" and get_configured_chat_template(None) is None
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match=r"generator\.chat_template"):
         get_configured_chat_template(str(path), qwen3_acc_thinking=True)
     with pytest.raises(ConfigError, match="is not a file"):
         get_configured_chat_template(str(tmp_path / "none.jinja"))

@@ -82,8 +82,8 @@ async def test_judge_is_probed_when_task_uses_judge():
 
 
 RUNTIMES = {
-    "nothing listens": ({"kind": "remote"}, None, r"runtime.url=.*: no server answers: ConnectError"),
-    "another server": ({"kind": "remote"}, (404, "no"), r"runtime.url=.*: what answers there is no runtime server"),
+    "nothing listens": ({"kind": "remote"}, None, r"runtime.url=.*: no server responds: ConnectError"),
+    "another server": ({"kind": "remote"}, (404, "no"), r"runtime.url=.*: not a runtime server"),
     "no token": ({"kind": "remote"}, (401, "no"), r"runtime.url=.*the server rejected.*runtime.token_env"),
 }
 

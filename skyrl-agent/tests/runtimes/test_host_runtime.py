@@ -59,7 +59,7 @@ async def test_removed_runtime_folder_is_infrastructure_failure(needs_local):
     async with make_runtime(RuntimeSpec()) as runtime:
         (name,) = os.listdir(tempfile.gettempdir())
         subprocess.run(["rm", "-rf", os.path.join(tempfile.gettempdir(), name)], check=True)
-        with pytest.raises(InfraError, match="folder is gone"):
+        with pytest.raises(InfraError, match="no longer exists"):
             await runtime.exec("true")
 
 
@@ -132,7 +132,9 @@ def test_runtime_kind_is_inferred_from_spec(needs_local, monkeypatch):
 def test_local_runtime_rejects_image(section, spec, source):
     with pytest.raises(ConfigError) as refused:
         merge_spec(section, spec)
-    assert str(refused.value).startswith(f"{source} is read by containers alone; runtime.kind is local: set it to auto")
+    assert str(refused.value).startswith(
+        f"{source} has an effect only for containers; runtime.kind is local: set it to auto"
+    )
 
 
 def test_runtime_section_overrides_task_spec(monkeypatch):

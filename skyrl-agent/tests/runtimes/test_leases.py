@@ -80,7 +80,7 @@ def test_only_folders_of_sandboxes_are_deleted(tmp_path, make):
     folder = tmp_path / ("mine" if make is os.mkdir else "skyrl-sandbox-x")
     make(folder)
     lease = lease_of(folder=str(folder), age=100.0)
-    with pytest.raises(InfraError, match="and stays"):
+    with pytest.raises(InfraError, match="and is kept"):
         remove(lease)
     assert remove_leftovers()[1].keys() == {"lease-1"}
     assert os.path.lexists(folder)
@@ -138,7 +138,7 @@ def test_gc_lists_and_removes_only_leftovers(capsys):
     assert {row["id"]: row["left_behind"] for row in said["leases"]} == {"used": None, "left": "no heartbeat for 100 s"}
     assert said["removed"] == [] and os.path.isdir(left)
     assert gc.main([]) == 0
-    assert "left behind: no heartbeat" in capsys.readouterr().out
+    assert "orphaned: no heartbeat" in capsys.readouterr().out
     assert gc.main(["--remove"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert "removed" in said[0] and "in use" in said[1]
@@ -153,4 +153,4 @@ def test_gc_lists_and_removes_only_leftovers(capsys):
 def test_gc_exits_with_one_when_removal_fails(tmp_path, capsys):
     lease_of(folder=str(tmp_path), age=100.0)
     assert gc.main(["--remove"]) == 1
-    assert "is not a sandbox's folder" in capsys.readouterr().out
+    assert "is not a sandbox folder" in capsys.readouterr().out

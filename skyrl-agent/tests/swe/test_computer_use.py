@@ -80,7 +80,7 @@ def test_missing_browser_pool_names_setting():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"instruction": ""}, "instruction must say what to do"),
+        ({"instruction": ""}, "instruction"),
         ({"start": "home.html"}, "home.html"),
         ({"expected_output": "x"}, "expected_output"),
         ({"check": None}, "expected_output"),

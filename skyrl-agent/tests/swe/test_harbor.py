@@ -184,9 +184,9 @@ async def test_harbor_grader_without_reward_is_not_agent_failure(play, tmp_path)
         ("task.toml", "[[steps]]\nname = 'a'", "several .* are not supported"),
         ("task.toml", "[verifier]\nenv = { KEY = '${KEY}' }", "variable of the host"),
         ("instruction.md", " ", "has no instruction"),
-        ("environment/Dockerfile", "COPY --from=build /a /b", "cannot follow"),
-        ("environment/Dockerfile", 'RUN ["ls"]', "cannot follow"),
-        ("environment/Dockerfile", "WORKDIR ${HOME:-/app}", "cannot follow"),
+        ("environment/Dockerfile", "COPY --from=build /a /b", "not supported in a sandbox"),
+        ("environment/Dockerfile", 'RUN ["ls"]', "not supported in a sandbox"),
+        ("environment/Dockerfile", "WORKDIR ${HOME:-/app}", "not supported in a sandbox"),
     ],
 )
 def test_harbor_reports_unusable_folders(tmp_path, file, text, message):
@@ -194,5 +194,5 @@ def test_harbor_reports_unusable_folders(tmp_path, file, text, message):
     write(tmp_path / "sum-00" / file, text)
     with pytest.raises(TaskRowError, match=f"sum-00.*{message}"):
         list(iter_harbor_rows(tmp_path))
-    with pytest.raises(TaskRowError, match=r"no folder with a task\.toml"):
+    with pytest.raises(TaskRowError, match=r"task\.toml"):
         list(iter_harbor_rows(tmp_path / "sum-00"))

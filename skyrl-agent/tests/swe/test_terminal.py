@@ -55,7 +55,7 @@ async def test_setup_failure_is_not_agent_failure(play):
     [
         ({"query": "x"}, "expected_output"),
         ({"query": "x", "gold": "y", "check": "z"}, "got gold, check"),
-        ({"gold": "y"}, "instruction must say what to do"),
+        ({"gold": "y"}, "instruction"),
         (
             {"query": "x", "check": {"language": "c++", "code": ""}},
             r"language must be one of bash, python; got 'c\+\+'",

@@ -126,7 +126,7 @@ async def test_row_solution_decides_verdict(play):
     missing = with_files(test_calc__py=f"import new_module\n{TESTS}")
     works = ROW | missing | {"solution": {"calc.py": RIGHT, "new_module.py": ""}}
     assert (await play(LocalSWETask(), works, FIX))[1].reward == 0.0
-    with pytest.raises(TaskRowError, match="with the row's own solution"):
+    with pytest.raises(TaskRowError, match="reference solution"):
         await play(LocalSWETask(), works | {"solution": {"calc.py": RIGHT}}, FIX)
 
 

@@ -95,13 +95,13 @@ async def test_unavailable_judge_gives_no_reward(answer):
     "fields, text",
     [
         ({"source": "mth"}, "math"),
-        ({"source": "zzz"}, "'zzz' is not known; there are those that begin with"),
+        ({"source": "zzz"}, "'zzz' is unknown; known prefixes"),
         ({"prompt": None}, "raw_prompt"),
         ({"prompt": [{"role": "user"}]}, "must be a text or a list of messages"),
         ({"target": []}, "must hold an accepted answer"),
         ({"target": " "}, "must hold an accepted answer"),
         ({"source": "codegen", "target": {"target": "x"}}, "ground_truth"),
-        ({"source": "codegen", "reward_model": {}}, "must hold tests; it is missing"),
+        ({"source": "codegen", "reward_model": {}}, "must contain tests; it is missing"),
         ({"source": "codegen", "target": {"inputs": ["1"], "outputs": []}}, "1 inputs and 0 outputs"),
     ],
 )

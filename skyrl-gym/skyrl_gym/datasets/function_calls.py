@@ -30,11 +30,11 @@ def bfcl_row(problem: Problem, split: str, index: int, answers: dict[str, object
     name = str(first(problem, "id"))
     turns = first(problem, "question")
     if not isinstance(turns, list) or len(turns) != 1:
-        raise TaskError(f"{name} has several turns; only problems of one turn are played")
+        raise TaskError(f"{name} has several turns; only single-turn problems are supported")
     functions = first(problem, "function")
     found = problem.get("ground_truth", (answers or {}).get(name))
     if found is None and "irrelevance" not in name:
-        raise TaskError(f"{name} has no ground_truth, and there is no answer of that id in {ANSWERS_FOLDER}/")
+        raise TaskError(f"{name} has no ground_truth, and no answer with this id is in {ANSWERS_FOLDER}/")
     system = system_message(
         [_to_json_schema(each) for each in (functions if isinstance(functions, list) else [functions])]
     )

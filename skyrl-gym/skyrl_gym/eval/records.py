@@ -135,6 +135,6 @@ def _check_identity(path: Path, identity: dict[str, object]) -> None:
     for flag, value in identity.items():
         if before.get(flag) != value:
             raise Error(
-                f"{flag} is {value!r}, but the episodes in {path.parent} were made with {before.get(flag)!r}: "
-                f"give another --output"
+                f"{flag} is {value!r}, but the episodes in {path.parent} were made with {before.get(flag)!r}: set "
+                "another --output"
             )

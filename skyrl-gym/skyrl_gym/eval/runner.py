@@ -100,7 +100,7 @@ def _collect_finished(crew: "_Crew", missing: list[tuple[int, int]], file: Episo
         if infra_in_a_row >= patience or nothing_works:
             raise InfraError(
                 f"{num_failed if nothing_works else infra_in_a_row} episodes in a row failed; last: {record.failure}, "
-                f"{record.error}. What is finished is kept: run again to go on"
+                f"{record.error}. Finished episodes are kept: run again to continue"
             )
 
 
@@ -181,7 +181,7 @@ class _Crew:
         try:
             self.endpoint.check()
         except InfraError as dead:
-            raise Error(f"no answer from --base-url: {dead}") from dead
+            raise Error(f"no response from --base-url: {dead}") from dead
         for key in keys:
             self._waiting.put(key)
         for _ in range(min(self.settings.concurrency, len(keys))):

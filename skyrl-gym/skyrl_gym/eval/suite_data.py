@@ -45,9 +45,9 @@ class GivenData:
             elif Path(value).expanduser().exists():
                 paths.append(Path(value).expanduser())
             elif equals:
-                raise Error(f"--data {value}: there is no suite {name!r}; {did_you_mean(name, [*SUITES, *GROUPS])}")
+                raise Error(f"--data {value}: no suite {name!r}; {did_you_mean(name, [*SUITES, *GROUPS])}")
             else:
-                raise Error(f"--data {value}: there is no such file or folder")
+                raise Error(f"--data {value}: no such file or folder")
         return cls(by_suite, paths)
 
     def source_of(self, name: str, env_config: Mapping[str, object]) -> str:
@@ -73,8 +73,8 @@ class GivenData:
             return HUB + suite.hub
         below = f", {suite.file_below_databases} is not below db_path" if suite.file_below_databases else ""
         raise Error(
-            f"there is no file for suite {name}: no file under --data has its name{below}, and it is not on the hub; "
-            f"give --data {name}=FILE"
+            f"no file for suite {name}: no file under --data has its name{below}, and it is not on the hub; set "
+            f"--data {name}=FILE"
         )
 
 
@@ -146,7 +146,7 @@ def tasks_of(name: str, suite: Suite, source: str, env_config: Mapping[str, obje
         if row is not None:
             rows.append(row)
     if not rows:
-        raise Error(f"suite {name}: {source} has no problem that can be played")
+        raise Error(f"suite {name}: {source} has no usable problem")
     return SuiteTasks(rows, len(problems) - len(rows), source)
 
 
@@ -155,7 +155,7 @@ def _read_problems(source: str) -> list[Problem]:
         return _load_hub_problems(source.removeprefix(HUB))
     path = Path(source).expanduser()
     if not path.is_file():
-        raise FileNotFoundError(f"--data: there is no file {path}")
+        raise FileNotFoundError(f"--data: no such file {path}")
     answers = answers_beside(path)
     problems = []
     for number, row in enumerate(read_rows(path)):

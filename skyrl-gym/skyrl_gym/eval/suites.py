@@ -211,8 +211,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """Names that stand for several suites, whose mean is reported besides."""
 
 ELSEWHERE = {
-    "swe_bench": "SWE-bench is played by an agent that works in containers: `python -m skyrl_agent.evaluate "
-    "examples/agent/swe/swe_bench.yaml ROWS` with rows made by examples/agent/data/swe_data.py (docs/agents.md)",
+    "swe_bench": "SWE-bench needs an agent that works in containers: `python -m skyrl_agent.evaluate "
+    "examples/agent/swe/swe_bench.yaml ROWS` with rows created by examples/agent/data/swe_data.py "
+    "(docs/agents.md)",
 }
 """Sets that this command does not play, and what does."""
 
@@ -228,7 +229,7 @@ def get_suites(names: Sequence[str]) -> dict[str, Suite]:
         if name in ELSEWHERE:
             raise Error(f"--suite {name}: {ELSEWHERE[name]}")
         if name not in SUITES and name not in GROUPS:
-            raise Error(f"--suite {name}: there is no such suite; {did_you_mean(name, [*SUITES, *GROUPS, *ELSEWHERE])}")
+            raise Error(f"--suite {name}: no such suite; {did_you_mean(name, [*SUITES, *GROUPS, *ELSEWHERE])}")
         chosen |= {each: SUITES[each] for each in GROUPS.get(name, (name,))}
     return chosen
 

@@ -83,7 +83,7 @@ class Judge:
         self.settings = settings
         self.template = settings.prompt_template or DEFAULT_PROMPT
         if "{answer}" not in self.template:
-            raise ValueError("prompt_template must contain {answer}, or the judge sees nothing to judge")
+            raise ValueError("prompt_template must contain {answer}; without it the judge does not see the answer")
         if settings.timeout <= 0 or settings.max_retries < 0:
             raise ValueError(
                 f"timeout must be positive and max_retries not negative; got {settings.timeout}, {settings.max_retries}"
@@ -91,8 +91,8 @@ class Judge:
         key = os.environ.get(settings.api_key_env, "")
         if not key and not settings.base_url:
             raise ValueError(
-                f"the judge {settings.model} needs a key in the environment variable {settings.api_key_env}, "
-                f"or another server in base_url"
+                f"the judge {settings.model} needs a key in the environment variable {settings.api_key_env}, or "
+                "base_url of another server"
             )
         service = Service(
             settings.base_url or PUBLIC_BASE_URL,
@@ -119,13 +119,15 @@ class Judge:
                 return failure
             except ModelError as failure:
                 if failure.status != 200:
-                    return InfraError(f"the judge at {self.url} refused: {failure}")
+                    return InfraError(f"the judge at {self.url} rejected the request: {failure}")
                 reply = str(failure)
             else:
                 score = parse_final_score(reply)
                 if score is not None:
                     return Score(score, details={"reply": reply})
-        return InfraError(f"the judge {self.settings.model} gave no '### Final Score: ' twice; last: {reply!r:.300}")
+        return InfraError(
+            f"the judge {self.settings.model} returned no '### Final Score: ' twice; last reply: {reply!r:.300}"
+        )
 
     def prompt(self, question: str, reference: str, answer: str) -> str:
         """Fill in the judge's prompt. Inserted texts are not themselves searched for names to fill in."""

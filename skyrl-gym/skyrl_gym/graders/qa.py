@@ -97,7 +97,7 @@ def as_list(golden_answers: Golds) -> list[str]:
     """Convert accepted answers (a text, a list or an array) to a list."""
     answers = [golden_answers] if isinstance(golden_answers, str) else [str(gold) for gold in golden_answers]
     if not answers:
-        raise ValueError("golden_answers must hold at least one answer; it is empty")
+        raise ValueError("golden_answers must contain at least one answer; it is empty")
     return answers
 
 

@@ -128,8 +128,8 @@ class LeftFolders:
         except queue.Full:
             os.close(lock)
             raise InfraError(
-                f"{self._folders.maxsize} folders of sandboxes wait to be deleted, {root} is left as it is: programs "
-                "write many files, or the disk is slow"
+                f"{self._folders.maxsize} folders of sandboxes are waiting to be deleted, {root} is not deleted: "
+                "programs write many files, or the disk is slow"
             ) from None
 
     def _start(self) -> None:

@@ -255,7 +255,7 @@ def _get_python_arguments() -> list[str]:
         if _below(prefix, SYSTEM_FOLDERS):
             continue
         if prefix == "/" or _below(os.path.expanduser("~"), [prefix]):
-            raise InfraError(f"Python is installed in {prefix}, which a sandbox cannot show without your home folder")
+            raise InfraError(f"Python is installed in {prefix}, which a sandbox cannot expose without your home folder")
         argv += _make_bind_arguments(prefix, prefix)
     return argv
 

@@ -90,7 +90,7 @@ class MCPToolGroup(ToolGroup):
             shown = _BAD_IN_NAME.sub("_", prefix + tool.name)
             if shown in tools:
                 raise ValueError(
-                    f"{self.name}: tools {tools[shown].name!r} and {tool.name!r} are both called {shown!r}"
+                    f"{self.name}: tools {tools[shown].name!r} and {tool.name!r} have the same name {shown!r}"
                 )
             tools[shown] = tool
         return tools
@@ -212,14 +212,14 @@ class _ServerHandle:
 
     def _living(self) -> "_Connection":
         if self._process != os.getpid():
-            raise InfraError(f"MCP server {self._label}: make the group in the process that uses it")
+            raise InfraError(f"MCP server {self._label}: create the group in the process that uses it")
         with self._lock:
             if self._closed:
                 raise InfraError(f"MCP server {self._label}: the group is closed")
             if self._connection is None:
                 # Deaths in a row: an answer sets the count back to 0.
                 if self._deaths > self._max_restarts:
-                    raise InfraError(f"MCP server {self._label} died {self._deaths} times in a row: not started again")
+                    raise InfraError(f"MCP server {self._label} crashed {self._deaths} times in a row: not restarted")
                 connection = self._connect(self._loop)
                 try:
                     connection.start(self._start_timeout)

@@ -118,22 +118,22 @@ def _render_other_releases() -> str:
     lines = [
         "## Settings of other releases",
         "",
-        "Known from other SkyRL releases, DeepSpeed or Megatron. Some have another name here, which they set; both "
-        "names with different values are an error.",
+        "Settings known from other SkyRL releases, DeepSpeed or Megatron. Some have another name here and set that "
+        "setting; giving both names different values is an error.",
         "",
         "| setting there | setting here |",
         "|---|---|",
         *(f"| `{name}` | `{each.setting}`{_describe_changed_values(each)} |" for name, each in moved.items()),
         *(f"| `{name}` | null, or as `{each.setting}`: {each.reason} |" for name, each in repeated.items()),
         "",
-        "These values of settings here are those of other releases that mean the default: "
+        "These values, known from other releases, mean the default: "
         + ", ".join(f"`{name}={_format_default(value)}`" for name, each in unset.items() for value in each.values)
         + ".",
         "",
-        "A value of the second column asks for what is done "
-        "anyway and is accepted; any other is an error with the reason. Those of `trainer.policy.megatron_config` are "
-        "those of critic and reference too, those of `deepspeed_config.train` those of `deepspeed_config.eval`, those "
-        "of `generator` those of `generator.inference_engine`.",
+        "A value in the second column matches what is done anyway and is accepted; any other value is an error with "
+        "the reason. Rows for `trainer.policy.megatron_config` also apply to the critic and the reference model, "
+        "rows for `deepspeed_config.train` to `deepspeed_config.eval`, and rows for `generator` to "
+        "`generator.inference_engine`.",
         "",
         "| setting or section | accepted | otherwise refused |",
         "|---|---|---|",

@@ -92,7 +92,9 @@ def request_rollouts(generator: GeneratorInterface, input_batch: GeneratorInput)
             return generator.generate_groups(input_batch)
         if "generate" in vars(cls):
             return GeneratorInterface.generate_groups(generator, input_batch)
-    raise TypeError(f"{type(generator).__name__} is no generator: it has neither `generate` nor `generate_groups`")
+    raise TypeError(
+        f"{type(generator).__name__} is not a generator: it defines neither `generate` nor `generate_groups`"
+    )
 
 
 def get_trajectory_ids(input_batch: GeneratorInput) -> list[TrajectoryID]:

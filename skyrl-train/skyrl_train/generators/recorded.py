@@ -128,7 +128,7 @@ def _count_reasons(turns: Sequence[RecordedTurn]) -> Counter[str]:
 
 
 def _build_empty_trajectory(trajectory_id: TrajectoryID, failure: Failure | None) -> Trajectory:
-    message = "the agent got no answer in its session: it made no request, or all of them failed"
+    message = "the agent received no completion in its session: it made no request, or all of them failed"
     sample = TrainingSample([_PLACEHOLDER], [_PLACEHOLDER], [0], [0.0], [0.0], [NO_VERSION])
     failure = failure or Failure("infrastructure", message)
     return Trajectory(trajectory_id, [sample], "abort", failure=failure, is_step_wise=True)

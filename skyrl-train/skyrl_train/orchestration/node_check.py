@@ -98,10 +98,10 @@ async def check_nodes(cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -
                 if name.startswith(path.name):
                     (path.parent / name).unlink()
     for remark in remarks:
-        logger.warning(f"{remark} (only the driver reads data, so this matters to environments alone)")
+        logger.warning(f"{remark} (only the driver reads data, so this affects only environments)")
     if problems:
         raise ConfigError(
-            "the nodes of this run do not see the same files:\n  " + "\n  ".join(problems) + "\nPut the run folder and "
+            "nodes of this run see different files:\n  " + "\n  ".join(problems) + "\nPut the run folder and "
             "the models on a file system that every node mounts under the same path"
         )
     logger.info(f"{len(others) + 1} nodes see the same run folder and models")
@@ -185,7 +185,7 @@ def problems_of(here: NodeView, there: NodeView, paths: Paths, node_id: str) -> 
             problems.append(f"node {there.node} cannot write into {name}={path.parent}: {there.write_errors[name]}")
         elif there.tokens[name] != here.tokens[name] or get_size(answer_path(path, node_id)) is None:
             problems.append(
-                f"node {there.node} has another folder at {name}={path.parent} than node {here.node}, or none"
+                f"node {there.node} has a different folder, or none, at {name}={path.parent} than node {here.node}"
             )
     return problems + differences(here.models, there.models, paths.models, there.node)
 
@@ -197,7 +197,7 @@ def differences(
     lines = []
     for name, path in paths.items():
         if there[name] is None:
-            lines.append(f"node {node} does not see {name}={path}")
+            lines.append(f"node {node} cannot see {name}={path}")
         elif there[name] != here[name]:
             expected, found = here[name] or {}, there[name] or {}
             other = [file for file in sorted(expected | found) if expected.get(file) != found.get(file)]
@@ -205,5 +205,5 @@ def differences(
                 f"{file}: {found.get(file, 'absent')} there, {expected.get(file, 'absent')} here" for file in other
             ]
             more = f" and {len(other) - _MOST_NAMED} more" if len(other) > _MOST_NAMED else ""
-            lines.append(f"node {node} sees other files at {name}={path}: {'; '.join(parts[:_MOST_NAMED])}{more}")
+            lines.append(f"node {node} sees different files at {name}={path}: {'; '.join(parts[:_MOST_NAMED])}{more}")
     return lines

@@ -71,9 +71,11 @@ class Schedule:
             ValueError: the mini-batches do not contain every row once, or one has incomplete units.
         """
         if not lengths or sorted(row for rows in mini_batches for row in rows) != list(range(len(lengths))):
-            raise ValueError(f"the mini-batches must hold each of {len(lengths)} rows (at least one) exactly once")
+            raise ValueError(f"the mini-batches must contain each of {len(lengths)} rows (at least one) exactly once")
         if any(len(rows) % unit for rows in mini_batches):
-            raise ValueError(f"a mini-batch must be whole units of {unit} rows; got {[len(r) for r in mini_batches]}")
+            raise ValueError(
+                f"a mini-batch must be a multiple of units of {unit} rows; got {[len(r) for r in mini_batches]}"
+            )
         bins = []
         for rows in mini_batches:
             units = [tuple(rows[start : start + unit]) for start in range(0, len(rows), unit)]

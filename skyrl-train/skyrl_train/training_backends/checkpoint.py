@@ -172,8 +172,8 @@ class StateFiles:
         self._unread: set[str] = set()
         if (folder / "sharded").is_dir():
             raise CheckpointError(
-                f"{folder} was written by an earlier release, in a format that this one does not read: resume with "
-                "that release, or export the model there (trainer.hf_save_interval) and start from the export"
+                f"{folder} was written by an earlier release in an unsupported format: resume with that release, or "
+                "export the model with it (trainer.hf_save_interval) and start from the export"
             )
         try:
             described = json.loads((folder / _STATE).read_text())
@@ -203,11 +203,11 @@ class StateFiles:
             CheckpointError: the name is missing, or the shape differs.
         """
         if name not in self._places:
-            raise CheckpointError(f"{self._folder} does not fit this model: it lacks {name}")
+            raise CheckpointError(f"{self._folder} does not fit this model: {name} is missing")
         tensor = self._places[name].get_tensor(name)
         if shape is not None and tensor.shape != shape:
             raise CheckpointError(
-                f"{self._folder} does not fit this model: {name} has shape {list(tensor.shape)} there and "
+                f"{self._folder} does not fit this model: {name} has shape {list(tensor.shape)} in the checkpoint and "
                 f"{list(shape)} in the model"
             )
         self._unread.discard(name)
@@ -220,7 +220,7 @@ class StateFiles:
         """Raise CheckpointError if the files contain tensors that the model does not train."""
         if self._unread:
             raise CheckpointError(
-                f"{self._folder} does not fit this model: it holds {sorted(self._unread)[0]}, which is not trained "
+                f"{self._folder} does not fit this model: it contains {sorted(self._unread)[0]}, which is not trained "
                 f"here ({len(self._unread)} such tensors)"
             )
 

@@ -16,4 +16,4 @@ def check_gpus_here() -> None:
         return
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     because = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES={hidden!r})"
-    raise ConfigError(f"{NO_GPUS} torch finds none on this machine{because}: {GPU_REMEDY}")
+    raise ConfigError(f"{NO_GPUS} torch finds no GPU on this machine{because}: {GPU_REMEDY}")

@@ -74,7 +74,7 @@ def warn_of_few_cpus(cfg: SkyRLConfig) -> None:
     placement, num_cpus = cfg.trainer.placement, os.cpu_count() or 1
     if placement.device == "cpu" and placement.policy_world_size > num_cpus:
         logger.warning(
-            f"the policy has {placement.policy_world_size} ranks on {num_cpus} CPUs, which take turns: set "
+            f"the policy has {placement.policy_world_size} ranks on {num_cpus} CPUs, which they have to share: set "
             f"trainer.placement.policy_num_gpus_per_node to at most {num_cpus}"
         )
 

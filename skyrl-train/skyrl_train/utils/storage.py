@@ -48,7 +48,7 @@ def location(path: str | Place) -> Place:
     except ImportError as error:
         raise ConfigError(f"{path} needs a package that is missing ({error}): install skyrl-train[cloud]") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no folder and no URL that fsspec knows: {error}") from error
+        raise ConfigError(f"{path} is neither a folder nor a URL that fsspec supports: {error}") from error
     return place
 
 
@@ -65,7 +65,7 @@ def check_access(setting: str, path: str) -> None:
         remedy = (
             ""
             if isinstance(error, ConfigError)
-            else (". Does the bucket exist, and does the environment hold credentials that may write to it?")
+            else (". Check that the bucket exists and that the credentials in the environment allow writing to it")
         )
         raise ConfigError(f"{setting}={path} cannot be used: {error}{remedy}") from error
 

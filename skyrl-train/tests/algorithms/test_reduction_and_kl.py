@@ -60,7 +60,7 @@ def test_dr_grpo_requires_constant():
 
 @pytest.mark.parametrize("index", [None, ["a"]])
 def test_prompt_mean_requires_prompt_ids(index):
-    with pytest.raises(ValueError, match="the prompt of every sequence"):
+    with pytest.raises(ValueError, match="prompt_mean"):
         token_weights(MASK, "prompt_mean", index=index)
 
 

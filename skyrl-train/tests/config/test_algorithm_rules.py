@@ -47,7 +47,7 @@ def checked(algorithm: dict[str, Any], trainer: dict[str, Any] | None = None, **
         ({"advantage_estimator": "maxrl", "overlong_buffer": {"len": 8}}, "overlong_buffer.len=8"),
         # losses
         ({"policy_loss_type": "dpo"}, "main_dpo"),
-        ({"policy_loss_type": "cross_entropy"}, "does not read advantages, so rewards would teach nothing"),
+        ({"policy_loss_type": "cross_entropy"}, "does not use advantages"),
         # off-policy correction
         (
             {"off_policy_correction": {"geo_mask_low": 1.1}},
@@ -55,7 +55,7 @@ def checked(algorithm: dict[str, Any], trainer: dict[str, Any] | None = None, **
         ),
         (
             {"off_policy_correction": {"outlier_token_is_threshold_low": 2.0, "outlier_token_is_threshold_high": 1.0}},
-            "nothing would lie between them",
+            "the range would be empty",
         ),
         (
             {"off_policy_correction": {"token_tis_ratio_clip_low": 3.0}},
@@ -98,7 +98,7 @@ def test_contradictory_settings_are_rejected(algorithm: dict[str, Any], message:
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "maxrl", "reinforce++_baseline", "turn_grpo"])
 def test_group_relative_estimator_rejects_single_sample_groups(estimator: str):
-    message = f"advantage_estimator={re.escape(estimator)} compares .*n_samples_per_prompt=1 leaves nothing to compare"
+    message = f"advantage_estimator={re.escape(estimator)} compares .*n_samples_per_prompt=1"
     with pytest.raises(ConfigError, match=message):
         checked({"advantage_estimator": estimator}, n_samples_per_prompt=1)
     checked({"advantage_estimator": "reinforce++"}, n_samples_per_prompt=1)
@@ -106,14 +106,14 @@ def test_group_relative_estimator_rejects_single_sample_groups(estimator: str):
 
 @pytest.mark.parametrize("sampling", [{"dynamic_sampling": {"type": "filter"}}, {"zero_variance_filter": True}])
 def test_informative_group_requires_two_samples(sampling: dict[str, Any]):
-    with pytest.raises(ConfigError, match=r"whose answers differ in reward, and .* gives one answer each"):
+    with pytest.raises(ConfigError, match=r"n_samples_per_prompt"):
         checked({"advantage_estimator": "reinforce++"} | sampling, n_samples_per_prompt=1)
     checked(sampling)
 
 
 @pytest.mark.parametrize("loss", ["rollout_is", "dppo", "decoupled_ppo"])
 def test_rollout_losses_require_rollout_log_probs(loss: str):
-    with pytest.raises(ConfigError, match=f"policy_loss_type={loss} compares .*logprobs=null keeps none; set it to 0"):
+    with pytest.raises(ConfigError, match=f"policy_loss_type={loss} .*logprobs=null"):
         checked({"policy_loss_type": loss}, sampling_params={"logprobs": None})
     checked({"policy_loss_type": loss})
 
@@ -136,7 +136,7 @@ def test_off_policy_correction_requires_rollout_log_probs():
 
 @pytest.mark.parametrize("estimator, trainer", [("gae", CRITIC), ("reinforce++", {})])
 def test_step_wise_samples_require_outcome_estimator(estimator: str, trainer: dict[str, Any]):
-    with pytest.raises(ConfigError, match="goes through a trajectory token by token"):
+    with pytest.raises(ConfigError, match="step_wise_trajectories"):
         checked({"advantage_estimator": estimator}, trainer, step_wise_trajectories=True)
     checked({"advantage_estimator": "turn_grpo"}, step_wise_trajectories=True)
 

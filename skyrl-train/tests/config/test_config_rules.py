@@ -89,7 +89,7 @@ def remote(urls: list[str], **settings) -> dict:
         (dict(train_batch_size=1000), "train_batch_size"),
         (
             dict(policy_mini_batch_size=1, n_samples_per_prompt=2, policy_num_gpus_per_node=3),
-            "= 2 sequences are fewer than the 3 workers",
+            "= 2 sequences is less than the 3 data-parallel workers",
         ),
         (dict(critic__model__path="c", train_batch_size=128), "train_batch_size"),
         (
@@ -115,12 +115,12 @@ def remote(urls: list[str], **settings) -> dict:
         (dict(sampling_params__min_p=-0.1), "sampling_params.min_p"),
         (dict(sampling_params__repetition_penalty=0), "repetition_penalty"),
         (dict(sampling_params__max_generate_length=0), "max_generate_length"),
-        (dict(sampling_params__stop=["", "x"]), "stop holds an empty text"),
+        (dict(sampling_params__stop=["", "x"]), "stop contains an empty string"),
         (dict(sampling_params__additional_kwargs={"top_p": 0.5, "seed": 1}), "additional_kwargs"),
-        (dict(eval_n_samples_per_prompt=4), "gives the same answer that many times"),
+        (dict(eval_n_samples_per_prompt=4), "samples the same response that many times"),
         # turns as samples
         (dict(merge_stepwise_output=True), "merge_stepwise_output=true"),
-        (dict(step_wise_trajectories=True, use_conversation_multi_turn=False), "all turns are one growing message"),
+        (dict(step_wise_trajectories=True, use_conversation_multi_turn=False), "all turns form one message"),
         # chat template
         (dict(source="file"), "needs generator.chat_template.name_or_path"),
         (dict(name_or_path="qwen9"), "name_or_path"),
@@ -160,7 +160,7 @@ def remote(urls: list[str], **settings) -> dict:
         (dict(device="cpu", weight_sync_backend="nccl"), "weight_sync_backend=nccl"),
         (
             dict(device="cuda", num_inference_engines=2),
-            "there are 1 policy GPUs .* and 2 of engines .generator.num_inference_engines=2 x 1 of each.",
+            "the policy has 1 GPUs .* the engines have 2 .generator.num_inference_engines=2 x 1 GPUs each.",
         ),
         (
             dict(device="cuda", policy_num_gpus_per_node=2, num_inference_engines=2),
@@ -209,7 +209,7 @@ def remote(urls: list[str], **settings) -> dict:
         ),
         # servers started elsewhere
         (remote([]), "remote_inference_engine_urls"),
-        (remote(["a:1", "a:1"]), "each once"),
+        (remote(["a:1", "a:1"]), "without duplicates"),
         (remote(["a:1"], colocate_all=True), "colocate_all=true"),
         (remote(["a:1", "b:1"], num_inference_engines=3), "num_inference_engines=3"),
         (remote(["a:1"], backend="native"), "generator.backend=native"),

@@ -108,7 +108,7 @@ def test_valid_value_is_accepted(name, value, expected):
 @pytest.mark.parametrize(
     "name, value, message",
     [
-        ("trainer.seed", "1", "trainer.seed must be an int; got '1' (text; write it without quotes)"),
+        ("trainer.seed", "1", "trainer.seed must be an int; got '1' (a string; write it without quotes)"),
         ("trainer.seed", True, "trainer.seed must be an int; got True"),
         ("trainer.seed", 1.0, "trainer.seed must be an int; got 1.0"),
         ("trainer.bf16", 1, "trainer.bf16 must be true or false; got 1"),
@@ -130,7 +130,7 @@ def test_valid_value_is_accepted(name, value, expected):
         (
             "trainer.run_name",
             "${trainer.run_dir}",
-            "settings refer to each other in a circle: trainer.run_name -> trainer.run_dir -> trainer.run_name",
+            "circular references between settings: trainer.run_name -> trainer.run_dir -> trainer.run_name",
         ),
     ],
 )

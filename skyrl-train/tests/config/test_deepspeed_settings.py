@@ -62,7 +62,7 @@ def test_precision(bf16: bool, autocast: bool, sections: set[str]):
         ),
         (
             {"policy": {"deepspeed_config": own(stage=0)["deepspeed_config"] | {"torch_autocast": {"enabled": False}}}},
-            "stage 0 has no float32 weights",
+            "stage 0 keeps no float32 master weights",
         ),
     ],
 )

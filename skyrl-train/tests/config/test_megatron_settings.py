@@ -59,7 +59,7 @@ def test_invalid_settings_are_rejected(config: SkyRLConfig, error: str):
 def test_padded_rows_are_rejected():
     config = policy()
     config.trainer.use_sample_packing = False
-    with pytest.raises(ConfigError, match="packed rows only"):
+    with pytest.raises(ConfigError, match="only for packed rows"):
         validate_cfg(config)
 
 

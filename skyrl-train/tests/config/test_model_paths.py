@@ -25,12 +25,15 @@ def config(path: str, sampling: dict[str, Any] | None = None, **generator: Any) 
 @pytest.mark.parametrize(
     "path, words",
     [
-        ("/nowhere/model", "there is no such folder \\(looked for /nowhere/model"),
-        ("./a/b/c", "there is no such folder"),
-        ("{folder}/empty", "is no model: the folder has no config.json; it holds readme.md"),
-        ("{folder}/file.bin", "is a file; give the model's folder"),
+        ("/nowhere/model", "no such folder \\(looked for /nowhere/model"),
+        ("./a/b/c", "no such folder"),
+        ("{folder}/empty", "is not a model: the folder has no config.json; it contains readme.md"),
+        ("{folder}/file.bin", "is a file; use the model's folder"),
         ("{folder}/broken", "the config in this folder cannot be loaded: "),
-        ("nobody/no-such-model", "is no folder here, and cannot be loaded from the Hugging Face hub: .*HF_HUB_OFFLINE"),
+        (
+            "nobody/no-such-model",
+            "is not a local folder, and cannot be loaded from the Hugging Face hub: .*HF_HUB_OFFLINE",
+        ),
     ],
 )
 def test_path_without_model_gives_single_line_error(path: str, words: str, tmp_path: Path, monkeypatch):

@@ -71,9 +71,9 @@ def test_list_names_state_progress_curve_and_changed_settings(client: TestClient
         (
             2,
             3600,
-            "WARNING told to stop; the same command goes on",
+            "WARNING stop requested; the same command resumes",
             "stopped",
-            "told to stop; the same command goes on",
+            "stop requested; the same command resumes",
         ),
         (2, 0, "WARNING the checkpoint was late", "running", None),
         (0, 0, "INFO    this run is finished: ckpts/global_step_3", "finished", None),
@@ -457,7 +457,7 @@ def test_non_loopback_address_requires_token(tmp_path: Path, capsys: pytest.Capt
     assert main([str(tmp_path), "--host", "0.0.0.0"]) == 1
     assert "--token-file" in capsys.readouterr().err
     assert main([str(tmp_path / "absent")]) == 1
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         RunsFolder(tmp_path / "absent")
 
 

@@ -64,9 +64,9 @@ def read(tmp_path: Path) -> Read:
 
 def was_found(log: list[str]) -> bool:
     """Return True if the last rows came from the cache. Clears the log."""
-    (line,) = [line for line in log if " in the cache, " in line or ": tokenized in " in line]
+    (line,) = [line for line in log if " read from the cache " in line or ": tokenized in " in line]
     log.clear()
-    return " in the cache, " in line
+    return " read from the cache " in line
 
 
 def test_cache_hit_still_applies_length_limit(tmp_path, read, log):
@@ -174,7 +174,7 @@ def test_limit_of_length_applies_to_cached_examples(tmp_path, log):
     short, long = lengths()
     assert lengths(max_length=short) == [short]
     assert lengths(max_length=short, too_long="truncate") == [short, short]
-    with pytest.raises(DataError, match=r"no example .* is left .2 dropped: no token to learn"):
+    with pytest.raises(DataError, match=r"no usable example .*2 dropped: no token to train on"):
         lengths(max_length=5, too_long="truncate")  # cut before the answer: nothing to learn
     assert long > short and sum(": tokenized in " in line for line in log) == 1
 
@@ -234,7 +234,7 @@ def test_damaged_file_is_rewritten(tmp_path, read, log):
     (file,) = (tmp_path / "cache").iterdir()
     file.write_bytes(file.read_bytes()[:-20])
     assert read(source) == ["a", "b"]
-    assert any("cannot be read and is written anew" in line for line in log)
+    assert any("cannot be read and will be rewritten" in line for line in log)
     log.clear()
     assert read(source) == ["a", "b"] and was_found(log)
 

@@ -140,7 +140,7 @@ def test_pairs_without_difference_are_dropped_and_counted(tokenizer, tmp_path, l
     config = SupervisedDataConfig(cache_dir=str(tmp_path), **settings)
     ((first, second),) = SupervisedDataset(write(tmp_path, rows), tokenizer, config, with_pairs=True)
     assert (learnt(tokenizer, first), learnt(tokenizer, second)) == ("b<end>", "bc<end>")
-    assert any("1 dropped: no difference" in line for line in log)
+    assert any("1 dropped: chosen and rejected are equal" in line for line in log)
 
 
 def test_overlong_examples_are_dropped_or_truncated(tokenizer, tmp_path):
@@ -159,7 +159,7 @@ def test_overlong_examples_are_dropped_or_truncated(tokenizer, tmp_path):
 def test_rows_without_trained_tokens_are_dropped(tokenizer, tmp_path):
     rows = [{"messages": DIALOGUE[:1]}, {"messages": DIALOGUE[:2]}]
     assert len(SupervisedDataset(write(tmp_path, rows), tokenizer, SupervisedDataConfig())) == 1
-    with pytest.raises(DataError, match=r"no example .* is left .*1 dropped: no token to learn"):
+    with pytest.raises(DataError, match=r"no usable example .*1 dropped: no token to train on"):
         SupervisedDataset(write(tmp_path, rows[:1]), tokenizer, SupervisedDataConfig())
 
 

@@ -53,7 +53,7 @@ def test_stopped_rank_is_cause_and_peer_waits():
         rank(0, wait(1, "policy worker 0", "forward_backward"), state="T"),
         in_collective(1, "all_gather #12 of layers.3"),
     )
-    assert first.cause == "policy worker 0 (pid 10) is stopped, as by SIGSTOP or a debugger"
+    assert first.cause == "policy worker 0 (pid 10) is stopped, for example by SIGSTOP or a debugger"
     assert first.remedy == "kill -CONT 10 continues it"
     assert first.is_expired
     assert others == []
@@ -95,7 +95,7 @@ def test_rank_missing_collective_is_named():
     first, *_ = diagnosed(in_training(), in_collective(0, "all_reduce #12"), idle)
     assert first.kind is Kind.LEFT_OUT
     assert first.cause == (
-        "policy worker 1 (pid 11) left out all_reduce #12: it has begun 11 collectives and waits for the next call"
+        "policy worker 1 (pid 11) skipped all_reduce #12: it has started 11 collectives and waits for the next call"
     )
 
 
@@ -123,11 +123,11 @@ def test_computing_ranks_report_line_and_collective_count():
     [
         ("lock /runs/x.lock", {"lock_holders": {"/runs/x.lock": ["pid 77 (rsync), which is not of this run"]}},
          "pid 77 (rsync), which is not of this run holds the lock /runs/x.lock"),
-        ("lock /a, b", {}, "a process that this machine cannot see holds the lock /a, b"),
+        ("lock /a, b", {}, "a process on another machine holds the lock /a, b"),
         ("file /nfs/ckpts/a.safetensors", {}, "trainer (pid 1) cannot finish writing /nfs/ckpts/a.safetensors"),
         ("http://judge:8000/v1", {}, "no reply from http://judge:8000/v1"),
         (SCHEDULER, {"ray": {"total": {"CPU": 2}, "free": {"CPU": 0}, "waiting": ["actor WorkerProcess (PENDING)"]}},
-         "Ray's scheduler has no place for it (in Ray waits for a place: actor WorkerProcess (PENDING); free: "
+         "Ray's scheduler has no resources for it (waiting for resources in Ray: actor WorkerProcess (PENDING); free: "
          "{'CPU': 0} of {'CPU': 2})"),
         ("engine 3", {}, "engine 3 has not started, or reports no waits"),
     ],

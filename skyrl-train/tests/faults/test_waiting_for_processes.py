@@ -103,10 +103,10 @@ def test_process_exception_names_line_and_log(ray_cpu: None, tmp_path: Path):
         return call(worker.call_sequence.remote([("learn", (error,))]), log=tmp_path / "w.log")
 
     place = rf"{__file__}:\d+ in learn: raise error"
-    with pytest.raises(WorkerError, match=rf"^worker 0 raised KeyError: 'my bug'\n{place}\nwhole traceback: .*w.log$"):
+    with pytest.raises(WorkerError, match=rf"^worker 0 raised KeyError: 'my bug'\n{place}\nfull traceback: .*w.log$"):
         wait_for_all([learn(KeyError("my bug"))], 60)
     assert "Traceback (most recent call last)" in (tmp_path / "w.log").read_text()
-    with pytest.raises(ConfigError, match=r"^no such loss\nraised in worker 0; whole traceback: .*w.log$"):
+    with pytest.raises(ConfigError, match=r"^no such loss\nraised in worker 0; full traceback: .*w.log$"):
         wait_for_all([learn(ConfigError("no such loss"))], 60)
 
 

@@ -147,7 +147,7 @@ async def test_unavailable_environment_service_is_retried_then_recorded(game, sa
     played = await game(
         characters, [[say("a"), say("a")], [say("b")]], extras, settings={"max_rollout_retries": 1}
     ).play()
-    message = "environment 'scripted': step needs what does not work: Search error: nobody listens"
+    message = "environment 'scripted': step depends on an unavailable service: Search error: nobody listens"
     assert played.output["failures"] == [Failure("infrastructure", message), None]
     assert environments.closed.count("bad") == 2
     assert set(played.output["loss_masks"][0]) == {0}

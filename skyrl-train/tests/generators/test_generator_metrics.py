@@ -178,7 +178,7 @@ class Padding:
         ({"rewards": [1.0]}, "response_ids"),
         ({"loss_masks": [[1], [1]]}, "Response ids and loss masks must have the same length; trajectory 0: 2 and 1"),
         ({"rewards": [[1.0], [1.0]]}, "Token rewards and response ids must have the same length"),
-        ({"rewards": [1.0, [1.0, 0.0]]}, "not some of each"),
+        ({"rewards": [1.0, [1.0, 0.0]]}, "not a mix of both"),
         ({"rollout_logprobs": [[0.0, 0.0], [0.0]]}, "Response ids and rollout logprobs must have the same length"),
         ({"failures": [None]}, "failures length"),
     ],

@@ -194,7 +194,7 @@ class TestRetokenized:
         played = await game(
             characters, [[say("a")]], [{"steps": [{}]}], settings=settings, sampling=self.sampling
         ).play()
-        assert "rewrote the prompt" in played.output["failures"][0].message
+        assert "changed the prompt" in played.output["failures"][0].message
         assert table(characters, played.output) == [("<|im_end|>", 0, 0.0)]
 
     async def test_log_probs_are_refused(self, game, say, characters):

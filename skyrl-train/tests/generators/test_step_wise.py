@@ -91,7 +91,7 @@ def _conversations(say) -> dict[str, dict[str, Any]]:
             "steps": [{"reward": 0.5, "says": "x"}, {"reward": 1.0}],
             "sampling": {"stop": ["!"]},
         },
-        "answers cut short": {
+        "step_wise_trajectories": {
             "answers": [say("ab", **cut), say("cd", **cut)],
             "steps": [{"reward": 0.5, "says": "x"}, {"reward": 1.0}],
         },
@@ -403,7 +403,7 @@ def test_trajectories_file_has_turns(characters):
                 "trajectory_ids": [TrajectoryID(name, 0) for name in "abba"],
                 "is_last_step": [True, False, True, True],
             },
-            "must differ between them",
+            "must differ between trajectories",
         ),
     ],
 )

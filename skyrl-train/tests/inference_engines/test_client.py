@@ -368,8 +368,8 @@ async def test_abort_ends_running_and_waiting_requests(client):
 async def test_deadline_includes_waiting_and_frees_slot(make_client: MakeClient):
     client = make_client(request_timeout_seconds=1.0, max_requests_per_engine=1)
     await asyncio.gather(*(engine.pause_generation() for engine in client.engines))  # the client does not know
-    expected = "the request was not answered within generator.request_timeout_seconds=1; "
-    with pytest.raises(TimeoutError, match=expected + "under way on engine [01]"):
+    expected = "the request did not complete within generator.request_timeout_seconds=1; "
+    with pytest.raises(TimeoutError, match=expected + "running on engine [01]"):
         await client.generate_batch(batch(PROMPTS[:3]))
     await client.resume_generation()
     await client.generate_batch(batch())
@@ -416,7 +416,9 @@ async def test_exhausted_restarts_fail_all_requests_with_reason(make_client: Mak
     await client.pause_generation("abort")
     waiting = asyncio.create_task(client.generate_batch(batch()))
     await client.engines[0].teardown()
-    expected = "the native engine is closed\nit is not started again: generator.max_engine_restarts=0 are used up"
+    expected = (
+        "the native engine is closed\nit is not restarted: all generator.max_engine_restarts=0 restarts were used"
+    )
     for call in (
         client.wait_until_healthy(),
         running,

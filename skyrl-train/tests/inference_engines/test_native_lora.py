@@ -434,7 +434,7 @@ def test_adapter_of_other_model_error_names_layer(tiny_models, adapter, tmp_path
     for place, message in [
         (changed(lambda name: name.replace("layers.1", "layers.9")), "the model has no layer model.layers.9.self_attn"),
         (changed(lambda name: name.replace("self_attn.q_proj", "input_layernorm")), "is a LlamaRMSNorm, and only"),
-        (changed(str, cut=3), r"q_proj takes A \[rank, 48\] and B \[48, rank\]; got \[4, 3\] and \[48, 3\]"),
+        (changed(str, cut=3), r"q_proj needs A \[rank, 48\] and B \[48, rank\]; got \[4, 3\] and \[48, 3\]"),
         (changed(lambda name: name.replace("1.self_attn.q_proj.lora_A", "1.mlp.up_proj.lora_A")), "has no lora_[AB]"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -452,7 +452,7 @@ def test_adapters_of_some_experts_are_rejected(tiny_models, adapter, tmp_path):
         ({key: None for key in third}, "up_proj of expert 2 is missing"),
         ({key.replace(".2.", ".4."): x.clone() for key, x in third.items()}, "4 experts, and no .*experts.4.up_proj"),
         ({key: x[:2] if "_A" in key else x[:, :2].contiguous() for key, x in third.items()}, "several ranks"),
-        ({key: x[:, :-1].contiguous() for key, x in third.items() if "_A" in key}, r"takes A \[rank, 48\]"),
+        ({key: x[:, :-1].contiguous() for key, x in third.items() if "_A" in key}, r"needs A \[rank, 48\]"),
         ({key.replace("experts", "router"): x.clone() for key, x in third.items()}, "has no layer .*router.2.up_proj"),
     ]:
         changed = {key: tensor for key, tensor in {**tensors, **change}.items() if tensor is not None}
@@ -464,12 +464,12 @@ def test_adapters_of_some_experts_are_rejected(tiny_models, adapter, tmp_path):
 
 def test_folder_without_adapter_is_rejected(tiny_models, tmp_path):
     core = make_core(tiny_models("llama"))
-    with pytest.raises(ValueError, match="no adapter can be read from"):
+    with pytest.raises(ValueError, match="no adapter could be read from"):
         load(core, str(tmp_path))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
     save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="peft_type"):
         load(core, str(tmp_path))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
-    with pytest.raises(ValueError, match="no adapter can be read from"):
+    with pytest.raises(ValueError, match="no adapter could be read from"):
         load(core, str(tmp_path))

@@ -73,7 +73,7 @@ async def test_control_calls_bypass_request_queue(ray_cpu: None, chat_model: str
             engine.generate_batch(bad), engine.generate_batch(BATCH), return_exceptions=True
         )
         assert isinstance(refused, ValueError) and refused.__notes__ == [
-            f"raised in engine 0; whole traceback: {log_file}"
+            f"raised in engine 0; full traceback: {log_file}"
         ]
         assert not isinstance(output, BaseException) and output["response_ids"] == outputs[0]["response_ids"]
 

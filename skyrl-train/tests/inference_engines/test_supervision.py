@@ -218,7 +218,9 @@ async def test_exhausted_restarts_fail_all_callers(supervise: Made):
     await supervisor.wait_until_healthy()
     healthy_call = asyncio.create_task(supervisor.run(1, lambda _: asyncio.sleep(1000)))
     await supervisor.engines[0].teardown()
-    expected = "the native engine is closed\nit is not started again: generator.max_engine_restarts=1 are used up"
+    expected = (
+        "the native engine is closed\nit is not restarted: all generator.max_engine_restarts=1 restarts were used"
+    )
     with pytest.raises(WorkerError, match=expected):
         await supervisor.wait_until_healthy()
     for late in (

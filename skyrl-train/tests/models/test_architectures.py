@@ -120,7 +120,7 @@ def test_backends_accept_listed_models_and_reject_others(strategy):
         if strategy != "megatron" or architecture.megatron:
             check(config, policy, "trainer.policy")
         else:
-            with pytest.raises(ConfigError, match=f"no map of .*'{config.model_type}'.*use trainer.strategy=fsdp2"):
+            with pytest.raises(ConfigError, match=f"model_type='{config.model_type}'.*trainer.strategy=fsdp2"):
                 check(config, policy, "trainer.policy")
 
 

@@ -102,7 +102,7 @@ def test_model_with_inconsistent_attention_is_always_rejected(packing, attention
             both.append(model(ids, use_cache=False).logits.log_softmax(-1))
     assert (both[0] - both[1]).abs().max() > 0.05, "transformers has mended it: take another model for this test"
     model.config._attn_implementation_internal = attention
-    with pytest.raises(ConfigError, match=r"No setting changes that"):
+    with pytest.raises(ConfigError, match=r"No setting changes this"):
         check_scoring(ScoringModel(model, packing=packing), "falcon")
     assert model.config._attn_implementation == attention
 
@@ -123,7 +123,7 @@ def test_model_with_fused_reference_kernel_is_rejected():
     with pytest.raises(ConfigError, match=r"trainer.flash_attn=false\.$"):
         check_scoring(ScoringModel(model, packing=False), "fused")
     model.set_attn_implementation("eager")
-    with pytest.raises(ConfigError, match=r"calls a fused attention kernel .*eager.*No setting changes that"):
+    with pytest.raises(ConfigError, match=r"calls a fused attention kernel .*eager.*No setting changes this"):
         check_scoring(ScoringModel(model, packing=False), "fused")
 
 

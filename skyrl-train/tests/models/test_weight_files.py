@@ -211,7 +211,7 @@ def of_integers(weights: dict[str, torch.Tensor]) -> None:
         (missing, "model.norm.weight is not in the files"),
         (misshapen, r"model.norm.weight has the shape \[3\] in the files and \[32\] in the model"),
         (twice, "lm_head"),
-        (of_integers, "model.norm.weight holds numbers of the type I8"),
+        (of_integers, "model.norm.weight has the dtype I8"),
     ],
 )
 def test_unshardable_weights_are_named_in_error(change: Any, reason: str, tmp_path: Path):

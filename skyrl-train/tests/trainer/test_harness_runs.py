@@ -79,7 +79,7 @@ def test_harness_without_requests_ends_run_with_error(chat_model: str, tmp_path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"generator": {"harness": {"command": ["sh"]}}}, "are two harnesses; leave one out"),
+        ({"generator": {"harness": {"command": ["sh"]}}}, "generator.harness.function"),
         (
             {"environment": {"env_class": "gsm8k"}, "generator": {"harness": {"function": None}}},
             "generator.harness.sandbox",
@@ -91,7 +91,7 @@ def test_harness_without_requests_ends_run_with_error(chat_model: str, tmp_path:
             {"generator": {"eval_sampling_params": {"additional_kwargs": {"min_tokens": 2}}}},
             "generator.eval_sampling_params.additional_kwargs",
         ),
-        ({"generator": {"harness": {"visible": ["somewhere"]}}}, "'somewhere', which must be the whole path"),
+        ({"generator": {"harness": {"visible": ["somewhere"]}}}, "'somewhere', which must be the absolute path"),
         ({"trainer": {"algorithm": {"advantage_estimator": "reinforce++"}}}, "generator.harness"),
     ],
 )

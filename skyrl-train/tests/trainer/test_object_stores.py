@@ -187,9 +187,9 @@ def stops(patch: pytest.MonkeyPatch, owner: Any, name: str, left: Iterator[bool]
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("policy/rank_0", b"weightz", r"policy/rank_0 is not what was written \(its hash differs\)"),
-        ("policy/rank_0", b"weigh", r"policy/rank_0 is not what was written \(it has 5 bytes, not 7\)"),
-        ("state.json", b'{"step": 1}', r"state.json is not what was written \(its hash differs\)"),
+        ("policy/rank_0", b"weightz", r"policy/rank_0 is corrupted \(its hash differs\)"),
+        ("policy/rank_0", b"weigh", r"policy/rank_0 is corrupted \(it has 5 bytes, expected 7\)"),
+        ("state.json", b'{"step": 1}', r"state.json is corrupted \(its hash differs\)"),
         ("manifest.json", b"{", r"manifest.json cannot be read"),
     ],
 )
@@ -332,7 +332,7 @@ async def test_ranks_upload_own_files_and_download_each_file_once(
         size = list_sizes(found.folder / "policy")[victim.name]
         write_whole(victim, b"x" * size)
         way_out = f"resume_path={bucket}/global_step_2"
-        with pytest.raises(CheckpointError, match=f"{victim.name} is not what was written.*{way_out}"):
+        with pytest.raises(CheckpointError, match=f"{victim.name} is corrupted.*{way_out}"):
             await load_group(group, found)
     finally:
         group.kill()

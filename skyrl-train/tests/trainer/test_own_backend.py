@@ -41,7 +41,7 @@ def test_custom_backend_trains_run(sgd: None, settings: Any, run: Any, tmp_path:
     ("trainer", "message"),
     [
         ({"strategy": "sdg"}, r"trainer\.strategy"),
-        ({"placement": {"policy_num_gpus_per_node": 2}}, "holds a model on at most 1 ranks; .*is 2"),
+        ({"placement": {"policy_num_gpus_per_node": 2}}, "at most 1 ranks per model; .*is 2"),
         ({"policy": {"model": {"lora": {"rank": 4}}}}, r"trainer\.policy\.model\.lora\.rank=4"),
         (
             {"policy": {"routing_replay": "R2"}},

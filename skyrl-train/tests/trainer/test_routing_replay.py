@@ -88,7 +88,7 @@ KINDS = {
 SLOW_KINDS = {
     "turns": CONVERSATION,
     "turns joined": JOINED,
-    "one growing message": {
+    "form one message": {
         **CONVERSATION,
         "generator": {**CONVERSATION["generator"], "use_conversation_multi_turn": False},
     },
@@ -126,11 +126,11 @@ def test_r3_metric_detects_routes_shifted_by_token(run_mixture: Any, merged: Any
         ({"generator": {"backend": "vllm"}}, "generator.backend=vllm"),
         (
             {"generator": {"run_engines_locally": False, "remote_inference_engine_urls": ["127.0.0.1:1"]}},
-            "servers started elsewhere",
+            "external servers",
         ),
         (
             {"generator": {"chat_template": {"name_or_path": "qwen3_with_thinking"}}},
-            "tokenized anew each turn, so its tokens are not those that were drawn",
+            "tokenized again in each turn",
         ),
     ],
 )

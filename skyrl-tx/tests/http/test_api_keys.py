@@ -65,7 +65,7 @@ def test_another_role_is_refused(text):
         ("anna", "line 1"),
         ("anna tml-a b", "line 1"),
         ("anna tml-anna-key administrator", "NAME KEY admin"),
-        ("anna tml-anna-key\nanna tml-anna-key admin", "once is enough"),
+        ("anna tml-anna-key\nanna tml-anna-key admin", "remove one of them"),
         ("an/na tml-anna-key", "name of an API key"),
         ("anna short", "8 or more"),
         ("anna tml-same-key\nbela tml-same-key", "same API key"),

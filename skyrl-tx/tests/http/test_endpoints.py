@@ -276,4 +276,4 @@ async def test_openai_request_bounds_completions_and_tokens(client):
     for asked in ({"prompt": [[5]] * 1025}, {"prompt": [[5]] * 9, "n": 128}):
         answer = await client.post("/oai/api/v1/completions", json={"model": "tiny", "max_tokens": 1} | asked)
         assert answer.status_code == 400, answer.text
-        assert "Divide them among several requests" in answer.text
+        assert "Split them over several requests" in answer.text

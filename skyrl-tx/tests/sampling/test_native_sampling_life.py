@@ -120,9 +120,9 @@ async def test_adapter_with_nan_fails_only_own_requests(sampling, adapter, not_f
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda folder: shutil.rmtree(folder), "no adapter can be read"),
-        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\x08"), "no adapter can be read"),
-        (lambda folder: (folder / "adapter_config.json").write_text("[1]"), "must hold an object"),
+        (lambda folder: shutil.rmtree(folder), "no adapter could be read"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\x08"), "no adapter could be read"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[1]"), "must contain an object"),
     ],
 )
 async def test_damaged_adapter_fails_only_own_requests(sampling_of, adapter, tmp_path, damage, message):

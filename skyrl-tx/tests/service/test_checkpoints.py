@@ -82,7 +82,7 @@ async def test_checkpoint_name_is_unique_unless_replaced(
 ):
     await alice.save(model, 1, "best")
     twin = alice.save(model, 2, "best")  # the first may still be on its way
-    await refused(400, twin, "exists already; give another path, or overwrite=true")
+    await refused(400, twin, "already exists; use another path, or overwrite=true")
     await alice.train(model, 3)
     await alice.result(await alice.save(model, 4, "best", overwrite=True))
     await alice.load(model, 5, f"tinker://{model}/weights/best")
@@ -120,7 +120,7 @@ async def test_tenant_at_quota_is_refused_and_others_continue(
     await alice.result(await alice.save(model, 6, "fourth"))
 
     second = await alice.model(1)
-    await refused(400, alice.model(2), r"2 models of this key are live and the most is 2 .*unload one")
+    await refused(400, alice.model(2), r"2 models of this key are live and the maximum is 2 .*unload one")
     assert await alice.model(1) == second, "a repetition is no new model"
     await bob.result(await bob.save(await bob.model(0), 1, "first"))
     await alice.result(await service.models.unload("alice", model))

@@ -63,7 +63,7 @@ async def test_deadly_command_fails_and_others_complete(service: TinkerService, 
     for answer in (deadly, deadly_sample):
         stored = await alice.stored(answer)
         assert stored.category == "server"
-        assert "the engine died each time this was tried" in (stored.error or "")
+        assert "the engine crashed on every attempt" in (stored.error or "")
         assert (stored.error or "").endswith("exit status 9"), "lines of the log are not for clients"
     last = await bob.result(answers[-1])
     assert last["state"] == Chain(his).train(1).train(2).train(3).train(4).train(5).state
@@ -100,7 +100,7 @@ async def test_request_crashing_server_is_found_after_restarts(
         alice.service = service
         if together:
             error = (await alice.stored(deadly)).error or ""
-            assert error == "the engine died each time this was tried; last: the server died with it"
+            assert error == "the engine crashed on every attempt; last error: the server crashed with it"
             assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(2).state
         else:
             await until(lambda: service.metrics().get("engine_training_pass_seconds"))
@@ -131,12 +131,12 @@ async def test_hung_engine_is_replaced(alice: Client):
     hanging = await alice.sample(base, 0, params={"temperature": HANG})
     other = await alice.sample(base, 1)
     stored = await alice.stored(hanging, timeout=40)
-    assert "it said nothing for 2 s" in (stored.error or "")
+    assert "it did not respond for 2 s" in (stored.error or "")
     assert (await alice.result(other))["state"] == "base"
 
 
 @pytest.mark.usefixtures("suspected_at_once")
-@pytest.mark.parametrize("what", ["training pass", pytest.param("step of sampling", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["training pass", pytest.param("sampling step", marks=pytest.mark.slow)])
 @pytest.mark.slow
 async def test_engine_stuck_in_pass_is_replaced(tmp_path: Path, what: str):
     async with running(tmp_path, timeouts=replace(TIMEOUTS, turn=0.5)) as service:

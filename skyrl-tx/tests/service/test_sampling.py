@@ -41,7 +41,7 @@ async def test_samplers_of_name_outlive_name(service: TinkerService, alice: Clie
     await service.checkpoints.delete("alice", model, "sampler_weights", "first")
     await service._cleanup.collect_garbage()
     assert (await alice.result(await alice.sample(sampler, 0)))["state"] == Chain(model).state
-    await refused(404, alice.sampler(4, model_path=path), "there is no checkpoint")
+    await refused(404, alice.sampler(4, model_path=path), "no checkpoint")
     folders = list((tmp_path / "checkpoints").glob("*/sampler_weights/*"))
     assert len(folders) == 1
     await service.sessions.finish("alice", alice.session_id)
@@ -75,7 +75,7 @@ async def test_prompt_targets_are_checked_off_loop_and_refused_before_storage(
 async def test_prompt_targets_are_refused_before_other_backend_is_ready(service: TinkerService, alice: Client):
     targets = {"data": [7, 7], "shape": [2, 1]}
     asked = alice.sample(None, base_model="tiny", target_prompt_logprobs=targets)
-    await refused(400, asked, "not computed by the backend of this server: ask for topk_prompt_logprobs")
+    await refused(400, asked, "not computed by the backend of this server: request topk_prompt_logprobs")
     assert not service._state.pending
 
 
@@ -104,7 +104,7 @@ async def test_unnamed_samplers_are_replaced_by_newer_ones_of_model(
     for kept in (f"{alice.session_id}:sample:100", named):
         await alice.result(await alice.sample(kept, 0))
     gone = alice.sample(f"{alice.session_id}:sample:8", 0)
-    await refused(404, gone, "newer ones of its model took its place")
+    await refused(404, gone, "newer samplers of its model replaced it")
 
 
 @pytest.mark.parametrize("service", [{"keep_samplers": 1, "sampler_idle_sec": 3600}], indirect=True)
@@ -157,9 +157,9 @@ async def test_published_checkpoints_are_usable_by_others(service: TinkerService
     copy = await bob.model_from(path, 0)
     assert (await bob.result(copy))["model_id"] == copy["model_id"] == f"{bob.session_id}:train:0"
     assert (await bob.result(await bob.sample(await bob.sampler(0, model_path=path), 0)))["state"]
-    await refused(404, service.checkpoints.delete("bob", model, "weights", "shared"), "there is no checkpoint")
+    await refused(404, service.checkpoints.delete("bob", model, "weights", "shared"), "no checkpoint")
     await service.checkpoints.publish("alice", model, "weights", "shared", False)
-    await refused(404, service.checkpoints.weights_info("bob", path), "there is no checkpoint")
+    await refused(404, service.checkpoints.weights_info("bob", path), "no checkpoint")
 
 
 @pytest.mark.parametrize("service", [{"max_sample_tokens_pending": 100}], indirect=True)

@@ -122,7 +122,7 @@ def test_checkpoint_with_contradicting_optimizer_is_refused(
     (tmp_path / "shared" / files.STATE_FILE).replace(tmp_path / "whole" / files.STATE_FILE)
     model = trained(folder, data)
     before = model._adapters["m"].weights.clone()
-    with pytest.raises(ModelError, match="of other experts differ, and by its optimizer they share one"):
+    with pytest.raises(ModelError, match="other experts differ"):
         model.load("m", tmp_path / "whole", optimizer=False)
     assert torch.equal(model._adapters["m"].weights, before)
 

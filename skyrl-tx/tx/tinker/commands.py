@@ -148,7 +148,7 @@ class ExecutionContext:
         try:
             local = yield partial(self.folders.verified, folder)
         except FileNotFoundError:
-            raise ModelError("the checkpoint does not exist any more") from None
+            raise ModelError("the checkpoint no longer exists") from None
         except DamagedFilesError as error:
             logger.error("checkpoint %s: %s", folder, error)
             raise ModelError(f"the checkpoint is damaged on the server's disk: {error}. Load another one") from None

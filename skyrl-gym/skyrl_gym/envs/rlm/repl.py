@@ -234,7 +234,9 @@ class PersistentREPL:
                 self._send_context(index, deadline)
             self._run("", START_SECONDS)
         except (_Gone, OSError) as failure:
-            raise InfraError(f"a REPL does not start in its sandbox: {failure or type(failure).__name__}") from failure
+            raise InfraError(
+                f"the REPL could not be started in its sandbox: {failure or type(failure).__name__}"
+            ) from failure
 
     def _start_sandbox(self) -> Sandbox:
         if self._sandbox is not None:

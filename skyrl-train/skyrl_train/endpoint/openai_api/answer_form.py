@@ -69,7 +69,8 @@ def parse_answer_form(request: ChatRequest) -> AnswerForm:
     )
     if form.param is not None and request.continue_final_message:
         raise build_refusal(
-            f"{form.param} is about whole answers; it does not go with continue_final_message=true", form.param
+            f"{form.param} constrains full completions and cannot be combined with continue_final_message=true",
+            form.param,
         )
     return form
 

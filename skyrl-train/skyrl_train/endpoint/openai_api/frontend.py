@@ -150,7 +150,7 @@ class OpenAIFrontend:
         session = resolve_session(session, request.session_id)
         scores_only = request.max_tokens == 0 and request.echo
         if request.stream and request.echo and (request.logprobs is not None or scores_only):
-            raise build_refusal("echo with logprobs or without an answer cannot be streamed", "stream")
+            raise build_refusal("echo with logprobs or without generation cannot be streamed", "stream")
         prompts = []
         for number, given in enumerate(request.prompts):
             ids = self._encode_text(given) if isinstance(given, str) else given
@@ -164,7 +164,7 @@ class OpenAIFrontend:
         """Handle `POST /tokenize`: token ids of a text or of messages."""
         request = parse_request(TokenizeRequest, raw)
         if (request.prompt is None) == (request.messages is None):
-            raise build_refusal("give either prompt or messages", "prompt")
+            raise build_refusal("pass either prompt or messages", "prompt")
         if request.prompt is not None:
             ids = (
                 self._encode_text(request.prompt)
@@ -187,7 +187,7 @@ class OpenAIFrontend:
         request = parse_request(DetokenizeRequest, raw)
         vocab_size = (await self._describe_model()).vocab_size
         if not all(0 <= token < vocab_size for token in request.tokens):
-            raise build_refusal(f"tokens must lie in the vocabulary, 0 to {vocab_size - 1}", "tokens")
+            raise build_refusal(f"tokens must be in the vocabulary, 0 to {vocab_size - 1}", "tokens")
         return {"prompt": self._template.decode(request.tokens, skip_special_tokens=False)}
 
     async def models(self) -> Payload:
@@ -207,7 +207,7 @@ class OpenAIFrontend:
         try:
             await self.engine.check_health()
         except Exception as error:  # any error means an unhealthy engine
-            raise ApiError(503, "the engine is not well; the log says more", code="engine_unavailable") from error
+            raise ApiError(503, "the engine is unhealthy; see the log", code="engine_unavailable") from error
 
     def take_metrics(self) -> dict[str, float]:
         """Return counts since the last call: `endpoint/requests`; `endpoint/exact_turns`, later turns of a session with
@@ -338,7 +338,7 @@ class OpenAIFrontend:
         """Raise ApiError if the model name is not served."""
         if name not in self.model_names:
             served = ", ".join(self.model_names)
-            message = f"the model {name!r} does not exist here; served: {served}"
+            message = f"the model {name!r} does not exist; served models: {served}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _check_model(self, name: str, info: EngineInfo) -> Payload:

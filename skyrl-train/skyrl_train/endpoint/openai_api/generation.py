@@ -169,7 +169,7 @@ class Asker:
                     refusal.param = prompt.constraint_param
                 raise refusal from error
         if completion.stop_reason == "abort":
-            raise ApiError(503, "the request was aborted; send it again", code="aborted")
+            raise ApiError(503, "the request was aborted; retry", code="aborted")
         return GeneratedChoice.from_completion(completion)
 
 

@@ -60,7 +60,7 @@ class EndpointTemplate(ChatTemplate):
         reserved = {"messages", "tools", "tokenize", "return_dict", "chat_template", "conversation"}
         reserved |= {"add_generation_prompt", "continue_final_message"}
         if wrong := sorted(reserved & set(options.kwargs)):
-            raise build_refusal(f"chat_template_kwargs may not hold {', '.join(wrong)}", "chat_template_kwargs")
+            raise build_refusal(f"chat_template_kwargs must not contain {', '.join(wrong)}", "chat_template_kwargs")
         kwargs = options.kwargs | {"continue_final_message": options.continue_final_message}
         try:
             return self.text(messages, options.add_generation_prompt, tools=options.tools, **kwargs)
@@ -84,8 +84,8 @@ class EndpointTemplate(ChatTemplate):
         if effort == "none" and THOUGHT_CLOSE not in source:
             return {}  # no thought to disable
         raise build_refusal(
-            f"reasoning_effort={effort!r}: the model's chat template reads neither reasoning_effort nor "
-            "enable_thinking; leave it out, or give chat_template_kwargs what the template reads",
+            f"reasoning_effort={effort!r}: the model's chat template uses neither reasoning_effort nor "
+            "enable_thinking; remove it, or set chat_template_kwargs that the template uses",
             "reasoning_effort",
             "unsupported_value",
         )

@@ -96,8 +96,8 @@ class ResponseStore:
         """Return the conversation including a response. Raises ApiError."""
         if (stored := self._find(name, session)) is None:
             raise build_refusal(
-                f"Previous response with id '{name}' not found. It was not stored, is of another session or was "
-                "dropped; send the conversation as input.",
+                f"Previous response with id '{name}' not found. It was not stored, belongs to another session or was "
+                "evicted; send the conversation as input.",
                 "previous_response_id",
                 "previous_response_not_found",
             )

@@ -75,8 +75,8 @@ class Sessions:
         except TimeoutError:
             raise ApiError(
                 504,
-                f"other requests of the session {session!r} held the tokens of its budget for {seconds:g} seconds "
-                "(generator.request_timeout_seconds); give requests a max_tokens",
+                f"other requests of session {session!r} reserved its token budget for {seconds:g} seconds "
+                "(generator.request_timeout_seconds); set max_tokens in requests",
                 code="timeout",
             ) from None
         uses_turns = True
@@ -131,7 +131,7 @@ def resolve_session(connection: str | None, body: str | int | None) -> str | Non
     """
     if connection is not None and body is not None and connection != str(body):
         raise build_refusal(
-            f"session_id {body!r} and the session {connection!r} of the key, the URL or X-Session-ID differ; give one "
+            f"session_id {body!r} and the session {connection!r} of the key, the URL or X-Session-IDdiffer; pass one "
             "of them",
             "session_id",
         )
@@ -141,10 +141,10 @@ def resolve_session(connection: str | None, body: str | int | None) -> str | Non
 def find_connection_session(key: str | None, url: str | None, header: str | None) -> str | None:
     """Return the session named by a request's key, URL or header. Raises ApiError if they name two."""
     if url is not None and header is not None and url != header:
-        raise build_refusal(f"X-Session-ID {header!r} and the session {url!r} of the URL differ; give one of them")
+        raise build_refusal(f"X-Session-ID {header!r} and the session {url!r} of the URLdiffer; pass one of them")
     named = url or header
     if key is not None and named is not None and named != key:
-        raise ApiError(403, f"the key is that of session {key!r}; the request is of session {named!r}")
+        raise ApiError(403, f"the key belongs to session {key!r}, the request to session {named!r}")
     return key or named
 
 
@@ -157,7 +157,7 @@ def _build_turn(
     asked: Asked, reply: Reply, index: int, message: MessageType | None, answer: GeneratedChoice
 ) -> RecordedTurn:
     prompt = reply.get_prompt(index)
-    assert answer.log_probs is not None, "the engine was asked for log-probs and gave none"
+    assert answer.log_probs is not None, "the engine returned no log-probs though they were requested"
     assert answer.stop_reason is not None, "the answer is complete"
     return RecordedTurn(
         prompt_ids=prompt.ids,

@@ -149,8 +149,8 @@ class NativeEngineCore:
             raise ValueError("prompt_token_ids must hold at least one token; got an empty prompt")
         if len(prompt) >= self.max_model_len:
             raise ValueError(
-                f"prompt_token_ids must be shorter than max_model_len={self.max_model_len}, to leave room to answer; "
-                f"got {len(prompt)} tokens. Shorten the prompt or raise max_model_len"
+                f"prompt_token_ids must be shorter than max_model_len={self.max_model_len}, so that at least one "
+                f"token can be generated; got {len(prompt)} tokens. Shorten the prompt or raise max_model_len"
             )
         ids = np.asarray(prompt)
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
@@ -159,7 +159,7 @@ class NativeEngineCore:
         if outside.size:
             raise ValueError(
                 f"prompt_token_ids must be in the vocabulary, 0 to {self.vocabulary - 1}; got {int(outside[0])}; "
-                "is the tokenizer the model's?"
+                "check that the tokenizer belongs to the model"
             )
         return ids.astype(np.int64)
 
@@ -617,6 +617,6 @@ def _build_completion(
 
 def _build_not_finite_error(request: Request) -> FloatingPointError:
     return FloatingPointError(
-        f"the model's log-probabilities are not finite after a prompt of {len(request.prompt)} tokens: "
-        "its weights hold NaN or infinity, or overflow in this dtype"
+        f"the model's log-probabilities are not finite after a prompt of {len(request.prompt)} tokens: its weights "
+        "contain NaN or infinity, or overflow in this dtype"
     )

@@ -248,7 +248,7 @@ class Loras:
         if name is None:
             return None
         if name not in self._by_name:
-            known = f"loaded are {', '.join(self._by_name)}" if self._by_name else "none is loaded"
+            known = f"loaded adapters: {', '.join(self._by_name)}" if self._by_name else "no adapters are loaded"
             raise ValueError(f"no adapter named {name!r} is loaded; {known}")
         return self._by_name[name]
 

@@ -23,7 +23,7 @@ class RemoteEngines(EngineHandles):
         self._connect: list[Callable[[], RemoteInferenceEngine]] = []
         for engine in engines:
             if not isinstance(engine, RemoteInferenceEngine):
-                raise TypeError(f"RemoteEngines is for servers started elsewhere; got a {type(engine).__name__}")
+                raise TypeError(f"RemoteEngines needs external servers; got a {type(engine).__name__}")
             connect = partial(
                 RemoteInferenceEngine,
                 engine.url,

@@ -20,9 +20,10 @@ GUARD = f"{__name__}.KeyGuard"
 _OPEN_TO_ALL = ("/health", "/ping")
 """Routes without a key: health checks of process supervisors, which disclose nothing else."""
 _NO_KEY = (
-    f"this server was started without a key ({ENGINE_API_KEY}, or --api-key-file), so it answers its own machine only"
+    f"this server was started without a key ({ENGINE_API_KEY}, or --api-key-file), so it accepts only "
+    "requests from its own machine"
 )
-_WRONG_KEY = "the key is not the server's; send it as `Authorization: Bearer KEY`"
+_WRONG_KEY = "the key is wrong; send the server's key as `Authorization: Bearer KEY`"
 
 
 class KeyGuard:
@@ -68,9 +69,9 @@ def read_key_file(path: str, setting: str) -> str:
     try:
         words = Path(path).expanduser().read_text().split()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{setting}={path} must be a file with a key in it: {type(error).__name__}") from None
+        raise ConfigError(f"{setting}={path} must be a file that contains a key: {type(error).__name__}") from None
     if len(words) != 1 or not words[0].isascii() or not words[0].isprintable():
-        raise ConfigError(f"{setting}={path} must hold one line of printable ASCII without spaces: the key")
+        raise ConfigError(f"{setting}={path} must contain the key as one line of printable ASCII without spaces")
     return words[0]
 
 

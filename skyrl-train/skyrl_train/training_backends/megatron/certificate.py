@@ -82,7 +82,7 @@ def check_weights(
         if original is None or problem is not None:
             continue
         if name not in original:
-            problem = f"{name} is no weight of the transformers model"
+            problem = f"{name} is not a weight of the transformers model"
             continue
         expected = original[name].to(dtype).float()
         problem = _describe_difference(name, expected, tensor.cpu().float())
@@ -143,14 +143,16 @@ def report_verification(
     """
     tolerance = TOLERANCE[dtype]
     if problem is not None:
-        raise ConfigError(f"{path}: the map between transformers and megatron-core is wrong for this model: {problem}")
+        raise ConfigError(
+            f"{path}: the weight mapping between transformers and megatron-core is wrong for this model: {problem}"
+        )
     if not difference <= tolerance:
         raise ConfigError(
-            f"{path}: its weights are mapped to megatron-core and back to the bit, but {scores} differ from "
-            f"those of transformers by {difference:.3g} (> {tolerance}): a part of the model is computed in another "
-            "way. Use trainer.strategy=fsdp2"
+            f"{path}: its weights survive the mapping to megatron-core and back bit-exactly, but {scores} differ from "
+            f"transformers by {difference:.3g} (> {tolerance}): part of the model is computed differently. Use "
+            "trainer.strategy=fsdp2"
         )
     return (
-        f"Certificate of {path} in megatron-core: {num_weights} weights equal to the bit there and back, {scores} "
+        f"Certificate of {path} in megatron-core: {num_weights} weights bit-equal after the round trip, {scores} "
         f"within {difference:.1e} of transformers"
     )

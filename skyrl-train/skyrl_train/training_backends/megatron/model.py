@@ -42,7 +42,7 @@ class HiddenStatesModel(GPTModel):
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         weight = self.output_layer.weight
-        assert weight is not None, "untied heads have their own"
+        assert weight is not None, "untied heads have their own weight"
         return weight
 
 

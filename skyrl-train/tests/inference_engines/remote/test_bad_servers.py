@@ -59,12 +59,12 @@ def test_check_rejects_malformed_address(address: str, served_model: str) -> Non
 
 def test_check_names_unreachable_server(served_model: str) -> None:
     port = find_free_port()
-    with pytest.raises(WorkerError, match=f"127.0.0.1:{port} cannot be reached .* is it running"):
+    with pytest.raises(WorkerError, match=f"127.0.0.1:{port} cannot be reached"):
         connect(f"127.0.0.1:{port}", served_model)
 
 
 def test_check_rejects_server_without_engine_api(served_model: str) -> None:
-    with serving(something_else()) as url, pytest.raises(ConfigError, match=f"{url} answers, but is neither a vLLM"):
+    with serving(something_else()) as url, pytest.raises(ConfigError, match=f"{url} responds, but is neither a vLLM"):
         connect(url, served_model)
 
 

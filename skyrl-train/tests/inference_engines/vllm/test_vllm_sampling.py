@@ -63,7 +63,7 @@ def test_constraints_penalties_and_biases_for_vllm():
     assert plain["structured_outputs"] is None and plain["logit_bias"] is None
     with pytest.raises(UnsupportedByEngine, match="num_answer_tokens=3"):
         check_and_split_seed(given | {"num_answer_tokens": 3})
-    with pytest.raises(ValueError, match="no JSON schema"):
+    with pytest.raises(ValueError, match="not a valid JSON schema"):
         build_http_sampling(EngineSamplingParams.from_dict({"constraint": {"json_schema": "{"}}), None)
 
 

@@ -31,7 +31,7 @@ def four_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
         ({"pipeline_parallel_size": 5}, "pipeline_parallel_size must be at most the 2 layers"),
         ({"expert_parallel_size": 4}, "expert_parallel_size must be 1, or .* = 1; got 4"),
         ({"max_lora_rank": 4096}, "lora.rank must be at most 512"),
-        ({"max_model_len": 4096}, "vLLM refuses these engine settings: .*max_model_len"),
+        ({"max_model_len": 4096}, "max_model_len"),
     ],
 )
 def test_invalid_setting_is_named(four_heads: str, settings: dict[str, Any], said: str):

@@ -289,7 +289,7 @@ class Models:
 
     def damage(self, model: Model, what: str) -> None:
         """Mark the model damaged: it executes nothing more in this process."""
-        logger.error("model {} cannot go on: {}", model.model_id, what)
+        logger.error("model {} cannot continue: {}", model.model_id, what)
         model.damaged = what
 
     def check(self, model: Model) -> None:

@@ -57,7 +57,7 @@ def create_app(
     app = FastAPI(
         title="tx",
         version=__version__,
-        summary="A training service that speaks the protocol of the tinker SDK",
+        summary="A training service with the API of the tinker SDK",
         redirect_slashes=False,
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,

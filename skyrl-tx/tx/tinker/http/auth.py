@@ -41,5 +41,5 @@ def _is_open(path: str) -> bool:
 
 
 def _build_refusal(had_key: bool) -> Response:
-    text = "this API key is not known here" if had_key else "an API key is needed, in the header X-API-Key"
+    text = "unknown API key" if had_key else "an API key is required in the header X-API-Key"
     return build_problem(401, text, {"WWW-Authenticate": "Bearer"})

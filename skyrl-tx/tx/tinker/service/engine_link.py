@@ -154,7 +154,7 @@ class EngineLink:
             try:
                 await self._on_death(public)
             except Exception:  # broad: whatever fails there, an engine is needed
-                log.exception("after the end of engine %d", self.engine_generation)
+                log.exception("after engine %d ended", self.engine_generation)
             if self._process is not None and self._process.returncode == WRONG_SETTINGS:
                 self.trouble = f"the engine cannot be started: {public}"
                 self.fatal_config_error.set()
@@ -204,7 +204,7 @@ class EngineLink:
         reading.cancel()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         last = next((line for line in reversed(self.log_tail) if line.strip()), "")
-        return f"it ended with {how}" + (f": {last[-300:]}" if last else "")
+        return f"it exited with {how}" + (f": {last[-300:]}" if last else "")
 
     async def _read_messages(self, channel: ApiChannel) -> str:
         with contextlib.ExitStack() as starting:
@@ -231,11 +231,11 @@ class EngineLink:
                         return stuck + await explanation(f"{stuck[0].upper()}{stuck[1:]}")
                 case _:
                     self._on_message(message)
-        return "its channel was closed"
+        return "its connection was closed"
 
     def _describe_stuck(self, stats: EngineStats) -> str | None:
         limit = self._timeouts.turn
-        for what, seconds in (("a training pass", stats.turn_seconds), ("a step of sampling", stats.step_seconds)):
+        for what, seconds in (("a training pass", stats.turn_seconds), ("a sampling step", stats.step_seconds)):
             if seconds > limit:
                 return f"{what} took longer than {limit:g} s (--pass-timeout-seconds)"
         return None
@@ -246,7 +246,7 @@ class EngineLink:
             # Detects a hung event loop. With a hung training thread statistics still arrive: see `_describe_stuck`.
             timeouts = self._timeouts.silence if self.ready else self._timeouts.start
             if time.monotonic() - self._heard_at > timeouts:
-                silent = f"it said nothing for {timeouts:g} s" + ("" if self.ready else " after its start")
+                silent = f"it did not respond for {timeouts:g} s" + ("" if self.ready else " after startup")
                 return silent + await explanation(f"the engine: {silent}")
 
     async def _read_log(self, process: asyncio.subprocess.Process) -> None:

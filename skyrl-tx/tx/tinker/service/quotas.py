@@ -47,7 +47,7 @@ class TokenQuota:
         self.refusals[tenant] += 1
         raise Busy(
             f"this key has used its {self._per_minute:,} tokens per minute (max_tokens_per_minute_per_tenant of the "
-            f"server); send the request again in {seconds:.0f} s",
+            f"server); retry in {seconds:.0f} s",
             min(max(seconds, 1.0), LONGEST_RETRY_SECONDS),
         )
 
@@ -55,8 +55,9 @@ class TokenQuota:
         """Raise RequestError for data that are too large ever to be accepted in time."""
         if self._per_minute is not None and tokens > MOST_MINUTES * self._per_minute:
             raise RequestError(
-                f"data have {tokens:,} tokens, and this key may use {self._per_minute:,} per minute "
-                f"(max_tokens_per_minute_per_tenant of the server): send at most {MOST_MINUTES} minutes' at a time"
+                f"data has {tokens:,} tokens, but this key may use {self._per_minute:,} per minute "
+                f"(max_tokens_per_minute_per_tenant of the server): send at most the tokens of {MOST_MINUTES} minutes "
+                "per request"
             )
 
     def charge(self, tenant: str, tokens: int) -> None:

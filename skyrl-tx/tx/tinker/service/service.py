@@ -113,7 +113,7 @@ class TinkerService:
         """
         if self._config.checkpoints_base == EngineConfig.model_fields["checkpoints_base"].default:
             log.warning(
-                "--checkpoints-base is %s: a restart of the machine may clear it; give a folder that stays",
+                "--checkpoints-base is %s: it may be cleared when the machine restarts; use a persistent folder",
                 self._config.checkpoints_base,
             )
         if (loss := self._config.stable_reinforce_as) is not None:

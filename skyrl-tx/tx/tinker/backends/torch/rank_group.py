@@ -127,8 +127,8 @@ class RankGroup:
         blocks = get_transformer_blocks(model)
         if not blocks:
             raise ConfigError(
-                f"{folder} cannot be divided over processes: its class does not name its blocks (_no_split_modules). "
-                f"Set backend_config.num_processes=1"
+                f"{folder} cannot be sharded over processes: its class does not declare its blocks "
+                "(_no_split_modules). Set backend_config.num_processes=1"
             )
         inside = {parameter for block in blocks for parameter in block.parameters()}
         outside = set(model.parameters()) - inside

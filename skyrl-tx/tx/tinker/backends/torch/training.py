@@ -135,8 +135,8 @@ class TorchTraining(TrainingBackend):
         if not math.isfinite(norm):
             adapter.gradient = None  # whatever is added to it, no later step could use it
             raise ModelError(
-                "the accumulated gradient is not finite: no step was taken, the weights are as before, the gradient is "
-                "cleared. Look for NaN or very large numbers in the data, or lower the learning rate"
+                "the accumulated gradient is not finite: no step was taken, the weights are unchanged, the gradient "
+                "was cleared. Check for NaN or very large numbers in the data, or lower the learning rate"
             )
         step, norm_of = adapter.step + 1, self._rank_group.compute_norm
         adapter.take(adamw(adapter.adam_state(), gradient, step, adam, adapter.scaling, norm_of))
@@ -163,7 +163,7 @@ class TorchTraining(TrainingBackend):
             sites = [site.to_shared_experts() for site in sites]
         if not sites:
             wanted = ", ".join(f"train_{kind}" for kind, is_wanted in kinds.items() if is_wanted)
-            raise ModelError(f"lora_config: nothing to train; {wanted or 'none of its parts is on'}")
+            raise ModelError(f"lora_config: nothing to train; {wanted or 'all parts are disabled'}")
         return Adapter(lora, sites, self._base.device, self._base.dtype, self._rank_group)
 
     def _resolve_layout(self, folder: Path, adapter: Adapter, *, by_weights: bool) -> Adapter:
@@ -227,7 +227,7 @@ class TorchTraining(TrainingBackend):
                 raise BackendLost(f"training process {self._rank_group.rank} failed in a pass: {error!r}") from error
             if len(passes) == 1:
                 return [to_failure(passes[0], error)]
-            logger.warning("a pass of %d models failed, each is tried alone: %s", len(passes), error)
+            logger.warning("a pass of %d models failed, retrying each separately: %s", len(passes), error)
         # Outside the handler: inside it, the error's traceback would still hold the tensors of the failed pass.
         if self._base.device.type == "cuda":
             torch.cuda.empty_cache()
