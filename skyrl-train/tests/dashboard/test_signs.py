@@ -51,7 +51,7 @@ CHANGES: dict[str, tuple[Curves, str]] = {
     "weights are stale": (
         {"policy/rollout_train_ess": [1.0] * 8 + [0.5] * 8},
         "Trained tokens are 2 weight versions old, and the policy has diverged from the one that sampled them "
-        "(effective sample ",
+        "(effective sample "
         "size 0.5, below 0.9).",
     ),
 }
