@@ -200,10 +200,10 @@ class ObservationCut(Wrapper):
         if isinstance(content, str):
             return message | {"content": self._truncate(content)}
         if isinstance(content, list):
-            return message | {"content": [self._cut_piece(piece) for piece in content]}
+            return message | {"content": [self._truncate_part(piece) for piece in content]}
         return message
 
-    def _cut_piece(self, piece: object) -> object:
+    def _truncate_part(self, piece: object) -> object:
         """Truncate typed parts: text is truncated, pictures are not."""
         if isinstance(piece, dict) and isinstance(piece.get("text"), str):
             return piece | {"text": self._truncate(piece["text"])}

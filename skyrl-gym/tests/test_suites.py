@@ -18,7 +18,7 @@ from skyrl_gym.error import Error, TaskError
 from skyrl_gym.eval.__main__ import main
 from skyrl_gym.eval.settings import EvalSettings
 from skyrl_gym.eval.statistics import mean_of_sets
-from skyrl_gym.eval.suite_data import GivenData, tasks_of
+from skyrl_gym.eval.suite_data import DataOptions, tasks_of
 from skyrl_gym.eval.suite_runs import plan_suites
 from skyrl_gym.eval.suites import GROUPS, SUITES, get_suites, markdown
 
@@ -252,14 +252,14 @@ def test_file_is_recognized_by_suite_name(tmp_path, file, suite):
     (path.parent / "train.jsonl").touch()
     (path.parent / f"{suite}_train.jsonl").touch()
     (tmp_path / "other.jsonl").touch()
-    assert GivenData.parse([str(tmp_path)]).source_of(suite, {}) == str(path)
+    assert DataOptions.parse([str(tmp_path)]).source_of(suite, {}) == str(path)
 
 
 def test_suite_without_file_is_read_from_hub_or_given_data_set(tmp_path):
-    assert GivenData.parse([]).source_of("math500", {}) == "hub:HuggingFaceH4/MATH-500@test"
-    assert GivenData.parse([str(tmp_path)]).source_of("math500", {}) == "hub:HuggingFaceH4/MATH-500@test"
-    assert GivenData.parse(["math500=hub:a/b@test#c0ffee"]).source_of("math500", {}) == "hub:a/b@test#c0ffee"
-    assert GivenData.parse(["search_r1=all.jsonl"]).source_of("popqa", {}) == "all.jsonl"
+    assert DataOptions.parse([]).source_of("math500", {}) == "hub:HuggingFaceH4/MATH-500@test"
+    assert DataOptions.parse([str(tmp_path)]).source_of("math500", {}) == "hub:HuggingFaceH4/MATH-500@test"
+    assert DataOptions.parse(["math500=hub:a/b@test#c0ffee"]).source_of("math500", {}) == "hub:a/b@test#c0ffee"
+    assert DataOptions.parse(["search_r1=all.jsonl"]).source_of("popqa", {}) == "all.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_ambiguous_files_are_listed(tmp_path):
     for name in ("hotpotqa_500.jsonl", "hotpotqa_with_context.jsonl"):
         (tmp_path / name).touch()
     with pytest.raises(Error, match="--data"):
-        GivenData.parse([str(tmp_path)]).source_of("hotpotqa", {})
+        DataOptions.parse([str(tmp_path)]).source_of("hotpotqa", {})
 
 
 def test_problems_of_another_set_or_form_are_refused(tmp_path):
@@ -381,7 +381,7 @@ def test_documented_table_matches_code():
     ],
 )
 def test_published_files_are_found_and_become_tasks(test_data, name, folder, num_tasks):
-    source = GivenData.parse([str(test_data / folder)]).source_of(name, {})
+    source = DataOptions.parse([str(test_data / folder)]).source_of(name, {})
     tasks = tasks_of(name, SUITES[name], source, {})
     assert (len(tasks.rows), tasks.num_left_out) == (num_tasks, 0)
     for row in (tasks.rows[0], tasks.rows[-1]):

@@ -34,7 +34,7 @@ from skyrl_train.utils.storage import (
     publishing,
     read_text,
     remove_folder,
-    write_whole,
+    write_atomically,
 )
 
 GLOBAL_STEP_PREFIX = "global_step_"
@@ -89,7 +89,7 @@ class CheckpointStore:
             ) from error
         self._remove_old()
         try:
-            write_whole(self.root / LATEST, f"{step}\n")
+            write_atomically(self.root / LATEST, f"{step}\n")
         except OSError as error:
             raise CheckpointError(f"{place} is complete, but {LATEST} could not be written: {error}") from error
 

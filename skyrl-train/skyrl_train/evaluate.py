@@ -19,7 +19,7 @@ from skyrl_train.rollouts.types import Trajectory, TrajectoryGroup, group_trajec
 from skyrl_train.types import JsonObject, PromptRow
 from skyrl_train.utils.progress import ANSWERS, progress
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train.utils.storage import Place, location, write_whole
+from skyrl_train.utils.storage import Place, location, replace_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -182,8 +182,8 @@ def _write_results(
             }
         )
     for source, rows in rows_of.items():
-        write_whole(folder / f"{source}.jsonl", _format_json_lines(rows))
-    write_whole(folder / f"{AGGREGATED}.jsonl", _format_json_lines([metrics]))
+        replace_file(folder / f"{source}.jsonl", _format_json_lines(rows))
+    replace_file(folder / f"{AGGREGATED}.jsonl", _format_json_lines([metrics]))
 
 
 def _format_json_lines(rows: list[JsonObject]) -> str:

@@ -41,7 +41,7 @@ class KeptTokens:
         return cls(counts, np.concatenate([np.zeros(0, np.int32), *sets]).astype(np.int32, copy=False))
 
     @classmethod
-    def whole_vocabulary(cls, length: int) -> "KeptTokens":
+    def full_vocabulary(cls, length: int) -> "KeptTokens":
         """Create the kept tokens of tokens that were not sampled or whose sampling mask is unknown."""
         return cls(np.zeros(length, np.int32), np.zeros(0, np.int32))
 
@@ -89,7 +89,7 @@ def join_kept_tokens(parts: Sequence[KeptTokens]) -> KeptTokens:
     """Concatenate the kept tokens of the parts of a response."""
     if len(parts) == 1:
         return parts[0]
-    empty = KeptTokens.whole_vocabulary(0)
+    empty = KeptTokens.full_vocabulary(0)
     return KeptTokens(
         np.concatenate([each.counts for each in (empty, *parts)]),
         np.concatenate([each.ids for each in (empty, *parts)]),

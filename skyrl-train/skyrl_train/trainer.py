@@ -337,7 +337,7 @@ class RayPPOTrainer(TrainingRun):
         generator = self.cfg.generator
         if is_sound(group, LengthLimits.of(generator, generator.sampling_params)):
             self._arrivals.add(group)
-            self.forwards.offer(self._arrivals.places(self.cfg.trainer.train_batch_size))
+            self.forwards.offer(self._arrivals.compute_positions(self.cfg.trainer.train_batch_size))
 
     def check_rollouts(self, rollouts: RolloutBatch) -> RolloutBatch:
         """Record generator faults on the trajectories. Override this method for custom filters: it runs before dynamic

@@ -139,7 +139,7 @@ class Apprentice:
     def with_forwards(self, batch: TrainingInputBatch, schedule: Schedule) -> TrainingInputBatch:
         """The batch with what models say of it before anything is learnt."""
         columns = {"action_log_probs": self.policy, "base_action_log_probs": self.ref, "values": self.critic}
-        [micro_batches], [rows] = schedule.whole(), schedule.split(batch)
+        [micro_batches], [rows] = schedule.merge_mini_batches(), schedule.split(batch)
         for name, worker in columns.items():
             if worker is not None:
                 batch[name] = schedule.gather([worker.forward(rows, micro_batches)], "output")

@@ -182,7 +182,7 @@ class Agent:
         )
         while self._can_step():
             input_ids = conversation.input_ids()
-            room = self._compute_room(conversation, input_ids)
+            room = self._count_free_tokens(conversation, input_ids)
             if room <= 0:
                 return Outcome(CONTEXT_WINDOW_EXCEEDED)
             with waiting(f"the model's answer {self.num_steps + 1}"):
@@ -209,7 +209,7 @@ class Agent:
     def _can_step(self) -> bool:
         return self.num_steps < self.settings.max_iterations and (self.depth == 0 or self.step_budget.take())
 
-    def _compute_room(self, conversation: Conversation, input_ids: list[int]) -> int:
+    def _count_free_tokens(self, conversation: Conversation, input_ids: list[int]) -> int:
         """Return the number of tokens left for a response."""
         room, most = self._count_tokens_left(conversation), self.settings.max_context_length
         return room if most is None else min(room, most - len(input_ids))

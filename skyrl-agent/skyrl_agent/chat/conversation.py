@@ -175,7 +175,7 @@ class Conversation:
             step = whole[len(before) :]
         try:
             end = self._count_generated_end(answer, step)
-        except _AnswerMismatch as difference:
+        except _ResponseMismatch as difference:
             return self._render_all(Break(index, "assistant", str(difference)))
         return _Prompt(self._written + self.encoder.encode_continuation(step[end:]), step)
 
@@ -213,11 +213,11 @@ class Conversation:
         wrote_end = bool(ids) and self.encoder.is_special(ids[-1])
         own = written.removesuffix(self.encoder.decode(ids[-1:])) if wrote_end else written
         if not end or not _is_equivalent(answer, own, body):
-            raise _AnswerMismatch(
+            raise _ResponseMismatch(
                 f"the model generated {_format_excerpt(own)} and the template renders {_format_excerpt(body or step)}"
             )
         if wrote_end and self.encoder.decode(ids[-1:]) != end:
-            raise _AnswerMismatch(f"the model ended it with {self.encoder.decode(ids[-1:])}, the template with {end}")
+            raise _ResponseMismatch(f"the model ended it with {self.encoder.decode(ids[-1:])}, the template with {end}")
         return len(body) + (len(end) if wrote_end else 0)
 
     def _find_rewritten_message(self, before: str, whole: str) -> Break:
@@ -241,7 +241,7 @@ class Conversation:
         return Break(index, str(self.messages[index].get("role")), why)
 
 
-class _AnswerMismatch(Exception):
+class _ResponseMismatch(Exception):
     """Difference between the rendered and the generated text of a response."""
 
 

@@ -103,7 +103,7 @@ class RemoteRuntime:
             self._heartbeat = asyncio.create_task(
                 self._send_heartbeats()
             )  # early: the first reply may take longer than the lease
-            state = await self._send(RuntimeState, "PUT", body=self._build_wishes(), retry_seconds=START_SECONDS)
+            state = await self._send(RuntimeState, "PUT", body=self._build_request(), retry_seconds=START_SECONDS)
             while not state.ready:
                 if time.monotonic() > deadline:
                     raise InfraError(f"runtime {self.id} at {self.spec.url} was not ready within {START_SECONDS:g} s")
@@ -181,7 +181,7 @@ class RemoteRuntime:
         trust_env = not is_loopback(httpx.URL(self._url).host)
         return httpx.AsyncClient(headers=headers, verify=certificates(), trust_env=trust_env)
 
-    def _build_wishes(self) -> NewRuntime:
+    def _build_request(self) -> NewRuntime:
         spec, snapshot = self.spec, self.spec.snapshot
         is_image = snapshot is not None and snapshot.kind == "image"
         return NewRuntime(

@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes import RuntimeSpec, make_runtime
-from skyrl_agent.runtimes.heartbeat import Heart
+from skyrl_agent.runtimes.heartbeat import LeaseRenewal
 from skyrl_agent.runtimes.leases import FOLDER_VARIABLE, Lease, leases, process_start
 from skyrl_agent.runtimes.leftovers import remove, remove_leftovers
 from skyrl_agent.services import gc
@@ -103,7 +103,7 @@ def test_unwritable_folder_is_reported(tmp_path, monkeypatch):
 
 
 async def test_heartbeats_run_outside_event_loop():
-    heart, lease = Heart(), Lease.take("one", "local", 0.2)
+    heart, lease = LeaseRenewal(), Lease.take("one", "local", 0.2)
     os.utime(lease.path, (0, 0))
     heart.hold(lease)
     deadline = time.monotonic() + 30

@@ -15,7 +15,7 @@ _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "list": "a
 """Python's type names, as used in the published schemas -> JSON's type names."""
 
 
-def answers_beside(path: Path) -> dict[str, object]:
+def load_accepted_calls(path: Path) -> dict[str, object]:
     """Read the accepted calls that belong to a published file, by problem id; empty without a file of them."""
     file = path.parent / ANSWERS_FOLDER / path.name
     if not file.is_file():

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_gym.datasets.function_calls import ANSWERS_FOLDER, answers_beside
+from skyrl_gym.datasets.function_calls import ANSWERS_FOLDER, load_accepted_calls
 from skyrl_gym.datasets.hub import load_hub
 from skyrl_gym.datasets.problems import Problem, Row
 from skyrl_gym.error import Error, TaskError
@@ -22,7 +22,7 @@ EVALUATION_SPLITS = {"test", "dev", "valid", "validation"}
 
 
 @dataclass(frozen=True)
-class GivenData:
+class DataOptions:
     """The values of `--data`.
 
     Attributes:
@@ -34,7 +34,7 @@ class GivenData:
     paths: Sequence[Path]
 
     @classmethod
-    def parse(cls, values: Iterable[str]) -> "GivenData":
+    def parse(cls, values: Iterable[str]) -> "DataOptions":
         """Raises Error if a value names no suite and is no path."""
         by_suite: dict[str, str] = {}
         paths = []
@@ -156,7 +156,7 @@ def _read_problems(source: str) -> list[Problem]:
     path = Path(source).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"--data: no such file {path}")
-    answers = answers_beside(path)
+    answers = load_accepted_calls(path)
     problems = []
     for number, row in enumerate(read_rows(path)):
         if not isinstance(row, dict):

@@ -18,7 +18,7 @@ from skyrl_gym.eval.records import group_successes_by_task, read_records
 from skyrl_gym.eval.runner import evaluate
 from skyrl_gym.eval.settings import EvalSettings, SettingsError
 from skyrl_gym.eval.statistics import Estimate, estimate, mean_of_sets, pass_at_k
-from skyrl_gym.eval.suite_data import GivenData, tasks_of
+from skyrl_gym.eval.suite_data import DataOptions, tasks_of
 from skyrl_gym.eval.suites import GROUPS, Suite, get_suites
 from skyrl_gym.eval.summary import Summary
 from skyrl_gym.suggestions import did_you_mean
@@ -68,7 +68,7 @@ def plan_suites(
         str(configs[name].get("search_url", DEFAULT_SEARCH_URL)) for name in suites if suites[name].needs_retrieval
     }:
         _check_retrieval(url)
-    given_data = GivenData.parse(data)
+    given_data = DataOptions.parse(data)
     return [
         _plan_suite(name, suite, given_data, output / name, options, configs[name]) for name, suite in suites.items()
     ]
@@ -118,7 +118,7 @@ def _check_retrieval(url: str) -> None:
 def _plan_suite(
     name: str,
     suite: Suite,
-    data: GivenData,
+    data: DataOptions,
     folder: Path,
     options: Mapping[str, object],
     env_config: Mapping[str, object],

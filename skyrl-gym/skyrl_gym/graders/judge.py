@@ -17,7 +17,7 @@ from skyrl_gym.error import InfraError
 from skyrl_gym.graders.results import Grade, Score
 from skyrl_gym.services import Retries, Service
 
-__all__ = ["DEFAULT_PROMPT", "Judge", "JudgeSettings", "fence", "parse_final_score"]
+__all__ = ["DEFAULT_PROMPT", "Judge", "JudgeSettings", "delimit", "parse_final_score"]
 
 PUBLIC_BASE_URL = "https://api.openai.com/v1"
 
@@ -131,7 +131,7 @@ class Judge:
 
     def prompt(self, question: str, reference: str, answer: str) -> str:
         """Fill in the judge's prompt. Inserted texts are not themselves searched for names to fill in."""
-        values = {"question": question, "reference": reference, "answer": fence(answer[-MAX_ANSWER_CHARACTERS:])}
+        values = {"question": question, "reference": reference, "answer": delimit(answer[-MAX_ANSWER_CHARACTERS:])}
         return re.sub(r"\{(question|reference|answer)\}", lambda name: values[name[1]], self.template)
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class Judge:
         self.close()
 
 
-def fence(text: str) -> str:
+def delimit(text: str) -> str:
     """Return a text between two marks that it cannot contain: they bear a hash of it."""
     name = f"student-{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:16]}"
     return f"<{name}>\n{text}\n</{name}>"

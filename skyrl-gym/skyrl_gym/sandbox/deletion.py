@@ -112,7 +112,7 @@ def _set_owner_access(name: str, parent: int, mode: int) -> None:
         os.close(closed)
 
 
-class LeftFolders:
+class FolderDeletionQueue:
     """Queue of folders with slow deletion, and the thread that deletes them in order."""
 
     def __init__(self, max_left: int = MAX_LEFT):
@@ -156,13 +156,13 @@ class LeftFolders:
                 self._folders.task_done()
 
 
-left_folders = LeftFolders()
+left_folders = FolderDeletionQueue()
 
 
 def _after_fork() -> None:
     """Reset the state in a forked process, which has no threads; the parent deletes its folders."""
     global left_folders
-    left_folders = LeftFolders()
+    left_folders = FolderDeletionQueue()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -113,7 +113,7 @@ def test_close_does_not_wait_for_slow_deletion(place, monkeypatch):
 def test_close_fails_by_name_when_too_many_folders_wait(place, monkeypatch):
     monkeypatch.setattr(workspace, "CLOSE_SECONDS", 0.0)
     monkeypatch.setattr(deletion, "MAX_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(deletion, "left_folders", deletion.LeftFolders(max_left=1))
+    monkeypatch.setattr(deletion, "left_folders", deletion.FolderDeletionQueue(max_left=1))
     first, second, third = (Workspace() for _ in range(3))
     fill(first.files)
     for number in range(3):

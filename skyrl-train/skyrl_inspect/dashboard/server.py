@@ -30,7 +30,7 @@ from skyrl_inspect.dashboard.json_lines import parse
 from skyrl_inspect.dashboard.live import iter_change_events
 from skyrl_inspect.dashboard.renderers import FRAME_POLICY, render
 from skyrl_inspect.dashboard.runs_folder import NotBelowError, RunsFolder, join
-from skyrl_inspect.dashboard.signs import find_signs
+from skyrl_inspect.dashboard.signs import find_diagnostics
 from skyrl_inspect.dashboard.steps import StepTrajectories
 from skyrl_inspect.dashboard.time_line import Timelines, build_trace_events
 from skyrl_train.utils.run_folder import replace_non_finite
@@ -209,7 +209,7 @@ class RunQueries:
         """Return one run with its stored trajectory steps and diagnostics."""
         run = _run(request)
         row, curves = self._catalog.get_row(run), self._curves.read_curves(run)
-        found = find_signs(lambda name: curves.curve(name)[1], curves.names)
+        found = find_diagnostics(lambda name: curves.curve(name)[1], curves.names)
         steps = list_trajectory_steps(self._folder, run)
         return _to_json({"now": time.time(), **row, "steps": steps, "signs": found})
 

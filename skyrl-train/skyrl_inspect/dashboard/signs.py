@@ -15,7 +15,7 @@ MIN_STEPS = 12
 """Logged steps before which nothing is said."""
 
 
-def find_signs(read: Read, names: Iterable[str]) -> list[str]:
+def find_diagnostics(read: Read, names: Iterable[str]) -> list[str]:
     """Return a sentence for each sign, with the numbers that it is made from.
 
     Args:

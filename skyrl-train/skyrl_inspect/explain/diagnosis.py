@@ -191,7 +191,7 @@ class _Graph:
                 continue
             inner = [wait for wait in self._get_innermost(role) if wait.who == role]
             if not inner or all(wait.what == NEXT_CALL for wait in inner):
-                found.append(self._left_out(process, link, chain))
+                found.append(self._find_skipped_collective(process, link, chain))
                 continue
             # Libraries run a backward in threads of their own: its collectives are not inside of the call.
             for wait in [wait for wait in inner if wait.on == PEERS] or inner:
@@ -228,12 +228,12 @@ class _Graph:
                 Kind.NOT_RUNNING, f"{name} is stopped, for example by SIGSTOP or a debugger", chain, remedy, process
             )
         elif process.state in ("Z", GONE):
-            last = f"; its last wait: {_words(process.waits[-1])}" if process.waits else ""
+            last = f"; its last wait: {_describe_wait(process.waits[-1])}" if process.waits else ""
             remedy = f"see the end of its log, {process.log}, and the kernel's log" if process.log else ""
             yield self._finding(Kind.NOT_RUNNING, f"{name} is dead{last}", chain, remedy, process)
         elif process.state == "D":
             work = self._get_innermost(process.role)
-            what = f" in {_words(work[-1])}" if work else ""
+            what = f" in {_describe_wait(work[-1])}" if work else ""
             yield self._finding(
                 Kind.NOT_RUNNING,
                 f"{name} is blocked in the kernel, waiting for a disk or a device{what}",
@@ -288,7 +288,7 @@ class _Graph:
         named = link.wait if named.who == link.wait.who else named
         who = f"{named.who} (pid {link.process.pid})"
         counts = self._count_collectives(link.process.role)
-        return self._finding(Kind.BUSY, f"{who} does not finish {named.what}{self._place(link)}{counts}", chain)
+        return self._finding(Kind.BUSY, f"{who} does not finish {named.what}{self._format_frame(link)}{counts}", chain)
 
     def _count_collectives(self, role: str) -> str:
         """Return how many collectives each rank of a group has begun, where the numbers differ: on CUDA none waits in
@@ -305,7 +305,7 @@ class _Graph:
         who = name if process is None else f"{name} (pid {process.pid})"
         return self._finding(Kind.IDLE, f"{who} is idle: it waits for calls", chain)
 
-    def _left_out(self, peer: ProcessEvidence, link: _Link, chain: tuple[_Link, ...]) -> HangCause:
+    def _find_skipped_collective(self, peer: ProcessEvidence, link: _Link, chain: tuple[_Link, ...]) -> HangCause:
         last = _num_collectives(peer)
         return self._finding(
             Kind.LEFT_OUT,
@@ -319,13 +319,13 @@ class _Graph:
 
     def _cycle(self, link: _Link, chain: tuple[_Link, ...]) -> HangCause:
         members = [*reversed(chain[: chain.index(link) + 1])]
-        where = ", which blocks: ".join(f"{each.wait.who} in {_words(each.wait)}" for each in members)
+        where = ", which blocks: ".join(f"{each.wait.who} in {_describe_wait(each.wait)}" for each in members)
         return self._finding(Kind.CYCLE, f"deadlock: {where}", chain)
 
     def _collective(self, link: _Link) -> str:
-        return f"{link.process.role} (pid {link.process.pid}) in {link.wait.what}{self._place(link)}"
+        return f"{link.process.role} (pid {link.process.pid}) in {link.wait.what}{self._format_frame(link)}"
 
-    def _place(self, link: _Link) -> str:
+    def _format_frame(self, link: _Link) -> str:
         frame = innermost_own_frame(link.process.stacks.get(link.wait.thread, ()))
         return f", at {frame}" if frame else ""
 
@@ -355,10 +355,10 @@ class _Graph:
     def _line(self, link: _Link) -> str:
         wait = link.wait
         limit = f" of {wait.deadline:g} s" if wait.deadline else " s"
-        return f"{wait.who} (pid {link.process.pid}): {_words(wait)}, for {self._now - wait.began:.1f}{limit}"
+        return f"{wait.who} (pid {link.process.pid}): {_describe_wait(wait)}, for {self._now - wait.began:.1f}{limit}"
 
 
-def _words(wait: Wait) -> str:
+def _describe_wait(wait: Wait) -> str:
     if not wait.on:
         return wait.what
     return f"{wait.what}, waiting for {wait.on}"

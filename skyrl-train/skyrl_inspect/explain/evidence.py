@@ -151,14 +151,14 @@ def _rss(pid: int) -> int:
 def _children(pid: int, known: set[int]) -> list[Child]:
     with contextlib.suppress(psutil.Error):
         return [
-            Child(child.pid, " ".join(child.cmdline())[:120] or child.name(), _letter(child))
+            Child(child.pid, " ".join(child.cmdline())[:120] or child.name(), _get_state_letter(child))
             for child in psutil.Process(pid).children(recursive=True)
             if child.pid not in known
         ]
     return []
 
 
-def _letter(process: psutil.Process) -> str:
+def _get_state_letter(process: psutil.Process) -> str:
     letters = {psutil.STATUS_STOPPED: "T", psutil.STATUS_DISK_SLEEP: "D", psutil.STATUS_ZOMBIE: "Z"}
     return letters.get(process.status(), "S")
 

@@ -295,7 +295,7 @@ class Simulation:
         self._batch = None
         self._restart_stale()
         if self._scheduler.num_trained_steps % self._sync_every_steps:
-            self._go_on()
+            self._finish_step()
             return
         self._is_syncing = True
         self._pause(True)
@@ -305,9 +305,9 @@ class Simulation:
         self._is_syncing = False
         self._pause(False)
         self._scheduler.record_synced(self._scheduler.num_trained_steps)
-        self._go_on()
+        self._finish_step()
 
-    def _go_on(self) -> None:
+    def _finish_step(self) -> None:
         """Record the end of a step, and start what it allows."""
         self.run.step_ends.append(self._now)
         self._trainer_free_at = self._now

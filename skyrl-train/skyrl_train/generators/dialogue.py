@@ -29,7 +29,7 @@ class ResponseTokens:
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
-    kept: KeptTokens = field(default_factory=lambda: KeptTokens.whole_vocabulary(0))
+    kept: KeptTokens = field(default_factory=lambda: KeptTokens.full_vocabulary(0))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -46,7 +46,7 @@ class ResponseTokens:
         self.loss_mask += [1] * len(ids)
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
         self.weight_versions += weight_versions
-        self._append_kept_tokens(kept or KeptTokens.whole_vocabulary(len(ids)))
+        self._append_kept_tokens(kept or KeptTokens.full_vocabulary(len(ids)))
 
     def append_context(self, ids: list[int]) -> None:
         """Append tokens that the model did not generate: from the environment, the template or this generator."""
@@ -54,7 +54,7 @@ class ResponseTokens:
         self.loss_mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
         self.weight_versions += [NO_VERSION] * len(ids)
-        self._append_kept_tokens(KeptTokens.whole_vocabulary(len(ids)))
+        self._append_kept_tokens(KeptTokens.full_vocabulary(len(ids)))
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""

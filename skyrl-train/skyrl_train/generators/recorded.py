@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from skyrl_train.endpoint.openai_api.prompts import Said
+from skyrl_train.endpoint.openai_api.prompts import ReturnedMessage
 from skyrl_train.endpoint.recorder import (
     RecordedTurn,
     SessionRecord,
@@ -116,8 +116,10 @@ def _count_reasons(turns: Sequence[RecordedTurn]) -> Counter[str]:
     for number, turn in enumerate(turns[1:], start=1):
         if is_continuation(turn, turns[number - 1]):
             continue
-        said = [Said.of(message) for message in turn.messages or [] if message["role"] == "assistant"]
-        answers = [Said.of(other.answer) for other in turns if other.answer is not None and other is not turn]
+        said = [ReturnedMessage.of(message) for message in turn.messages or [] if message["role"] == "assistant"]
+        answers = [
+            ReturnedMessage.of(other.answer) for other in turns if other.answer is not None and other is not turn
+        ]
         if any(is_continuation(turn, other) for other in turns):
             reasons["fork"] += 1
         elif any(each in answers for each in said):

@@ -169,7 +169,7 @@ class RequestRunner:
         # A streamed part lacks kept tokens, so it cannot be continued with them.
         keeps = bool(params.get("return_kept_tokens"))
         stream.is_held = keeps or (begins_anew and depends_on_answer(request.params))
-        return stream.build_piece_params(params) if self._supervisor.is_unsupported(engine, "streaming") else params
+        return stream.build_segment_params(params) if self._supervisor.is_unsupported(engine, "streaming") else params
 
     def _take_tokens(self, request: ClientRequest, deltas: list[TokenDelta], delta: TokenDelta) -> None:
         """Deliver tokens of a call, unless a stop string may end the completion before them."""
@@ -201,7 +201,7 @@ class RequestRunner:
         Raises:
             RolloutError: restarted too often.
         """
-        is_piece = request.stream is not None and request.stream.is_end_of_piece(part)
+        is_piece = request.stream is not None and request.stream.is_end_of_segment(part)
         if is_piece:
             part = replace(part, stop_reason="abort")
         request.parts.append(part)

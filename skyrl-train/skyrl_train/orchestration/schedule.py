@@ -134,7 +134,7 @@ class Schedule:
     def data_parallel_size(self) -> int:
         return len(self.rows)
 
-    def whole(self) -> list[tuple[MicroBatch, ...]]:
+    def merge_mini_batches(self) -> list[tuple[MicroBatch, ...]]:
         """Return the micro-batches of all mini-batches for each rank, for a forward-only pass."""
         return [
             tuple(micro for mini_batch in self.mini_batches for micro in mini_batch[rank])
@@ -145,7 +145,7 @@ class Schedule:
         """Return the rows of the batch in each micro-batch of each rank, without dummies."""
         return [
             [tuple(own[list(micro.rows)].tolist()) for micro in micros if not micro.is_dummy]
-            for own, micros in zip(self.rows, self.whole(), strict=True)
+            for own, micros in zip(self.rows, self.merge_mini_batches(), strict=True)
         ]
 
     def split(self, batch: TrainingInputBatch) -> list[TrainingInputBatch]:

@@ -124,7 +124,7 @@ def _check_kept_tokens(sample: TrainingSample, uid: str) -> None:
     trains = np.asarray(sample.loss_mask) != 0
     if not trains.any():
         return
-    kept = sample.kept_tokens or KeptTokens.whole_vocabulary(0)
+    kept = sample.kept_tokens or KeptTokens.full_vocabulary(0)
     if len(kept) != len(trains):
         raise ValueError(
             f"{setting} has kept tokens of {len(kept)} of its {len(trains)} response tokens. Check that the generator "

@@ -56,10 +56,10 @@ def write_state(
     Raises:
         CheckpointError: a disk error. The rank has then joined all gathers, so that its peers do not hang.
     """
-    return RankShare(rank, num_ranks, num_steps).write(folder, _select_tensors(tensors, rank, num_ranks))
+    return RankState(rank, num_ranks, num_steps).write(folder, _select_tensors(tensors, rank, num_ranks))
 
 
-class RankShare:
+class RankState:
     """One rank's part of a training model, with the current state of its random generators.
 
     Args:
@@ -97,7 +97,7 @@ class BackgroundWrite:
         rank: int,
         num_ranks: int,
     ):
-        share = RankShare(rank, num_ranks, num_steps)
+        share = RankState(rank, num_ranks, num_steps)
         copies = dict(_select_tensors(tensors, rank, num_ranks))
         self._written: Future[WrittenFiles] = Future()
 
@@ -184,7 +184,7 @@ class StateFiles:
             raise CheckpointError(f"{folder} has format {found}, written by another release; this one reads {FORMAT}")
 
     @cached_property
-    def _places(self) -> dict[str, safe_open]:
+    def _open_files(self) -> dict[str, safe_open]:
         """Open file of each tensor: tensors are memory-mapped, so only accessed ones are read."""
         places = {}
         try:
@@ -202,9 +202,9 @@ class StateFiles:
         Raises:
             CheckpointError: the name is missing, or the shape differs.
         """
-        if name not in self._places:
+        if name not in self._open_files:
             raise CheckpointError(f"{self._folder} does not fit this model: {name} is missing")
-        tensor = self._places[name].get_tensor(name)
+        tensor = self._open_files[name].get_tensor(name)
         if shape is not None and tensor.shape != shape:
             raise CheckpointError(
                 f"{self._folder} does not fit this model: {name} has shape {list(tensor.shape)} in the checkpoint and "
@@ -214,7 +214,7 @@ class StateFiles:
         return tensor
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return name in self._open_files
 
     def check_all_read(self) -> None:
         """Raise CheckpointError if the files contain tensors that the model does not train."""

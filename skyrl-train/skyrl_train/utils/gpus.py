@@ -10,7 +10,7 @@ NO_GPUS = "trainer.placement.device=cuda needs GPUs, and"
 GPU_REMEDY = "set trainer.placement.device=cpu (or auto), or see INSTALL.md for torch with CUDA"
 
 
-def check_gpus_here() -> None:
+def check_local_gpus() -> None:
     """Raise ConfigError unless torch sees a GPU on this machine."""
     if torch.cuda.is_available():
         return

@@ -58,7 +58,7 @@ def check_access(setting: str, path: str) -> None:
         place = location(path)
         if not isinstance(place, Path):
             probe = place / f".write_check_{secrets.token_hex(4)}"
-            write_whole(probe, b"checked")
+            replace_file(probe, b"checked")
             with _convert_errors(probe):
                 probe.fs.rm_file(probe.path)
     except (ConfigError, OSError) as error:
@@ -81,7 +81,7 @@ def read_text(file: Place) -> str:
         return file.read_text()
 
 
-def write_whole(file: Place, content: bytes | str) -> None:
+def replace_file(file: Place, content: bytes | str) -> None:
     """Write or replace a file atomically. Raises OSError."""
     if isinstance(file, Path):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def write_durably(file: Place, content: bytes) -> None:
     """Write a file of an unpublished folder durably. Raises OSError."""
     with waiting("a write", on=f"file {file}"):
         if not isinstance(file, Path):
-            write_whole(file, content)
+            replace_file(file, content)
             return
         file.parent.mkdir(parents=True, exist_ok=True)
         with add_path_to_errors(file), open(file, "wb") as opened:

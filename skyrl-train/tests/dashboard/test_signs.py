@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from skyrl_inspect.dashboard.defaults import Defaults
 from skyrl_inspect.dashboard.runs_folder import RunsFolder
 from skyrl_inspect.dashboard.server import make_app
-from skyrl_inspect.dashboard.signs import MIN_STEPS, find_signs
+from skyrl_inspect.dashboard.signs import MIN_STEPS, find_diagnostics
 
 Curves = dict[str, Any]
 LEARNING: Curves = {
@@ -58,7 +58,7 @@ CHANGES: dict[str, tuple[Curves, str]] = {
 
 
 def signs_of(curves: Curves) -> list[str]:
-    return find_signs(lambda name: curves.get(name, []), curves)
+    return find_diagnostics(lambda name: curves.get(name, []), curves)
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from skyrl_gym.chat.tool_calls import split_tool_calls
 from skyrl_train.endpoint.errors import ApiError
-from skyrl_train.endpoint.openai_api.answer_form import build_constraint, get_thought_mode, parse_answer_form
+from skyrl_train.endpoint.openai_api.answer_form import build_constraint, get_thought_mode, parse_output_format
 from skyrl_train.endpoint.openai_api.prompts import EndpointTemplate
 from skyrl_train.endpoint.openai_api.schema import ChatRequest, parse_fields
 from skyrl_train.inference_engines.native.constrained import ConstraintCompiler
@@ -61,7 +61,7 @@ def matcher_of(values: dict[str, Any], template: str, prompt: str = "assistant:"
     """The matcher of answers to a request with these fields, and its tokenizer."""
     tokenizer = build_character_tokenizer(template, added_tokens=list(added))
     endpoint = EndpointTemplate(tokenizer)
-    form = parse_answer_form(parse_fields(ChatRequest, {"model": "tiny", "messages": HELLO} | values))
+    form = parse_output_format(parse_fields(ChatRequest, {"model": "tiny", "messages": HELLO} | values))
     syntax = "llama3_json" if "parameters" in template else "hermes"
     constraint = build_constraint(form, get_thought_mode(endpoint, prompt), endpoint, syntax)
     assert constraint is not None

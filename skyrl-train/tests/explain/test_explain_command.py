@@ -129,7 +129,7 @@ def test_process_without_handler_is_not_signalled(tmp_path: Path, monkeypatch: p
     """The signal would end it."""
     start_recording_waits(tmp_path)
     monkeypatch.setattr(waits, "SIGNAL", signal.SIGRTMAX)
-    waits.note(signal=int(signal.SIGRTMAX))
+    waits.add_facts(signal=int(signal.SIGRTMAX))
     [process] = observe(tmp_path).processes
     assert process.no_stacks == "it does not handle the signal that requests stacks"
     assert process.state != GONE

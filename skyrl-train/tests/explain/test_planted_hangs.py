@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from skyrl_gym.services import Retries, Service
-from skyrl_gym.waits import FOLDER, PEERS, end_run, note, read_records, waiting
+from skyrl_gym.waits import FOLDER, PEERS, add_facts, end_run, read_records, waiting
 from skyrl_inspect.explain.__main__ import main
 from skyrl_train.distributed.process_group import find_free_port, init_process_group
 from skyrl_train.errors import RolloutError, WorkerError
@@ -377,7 +377,7 @@ def test_unsatisfiable_ray_resources_are_found(ray_cpu: None, run_dir: Path):
 
     from skyrl_train.orchestration.bundles import reserve_bundles
 
-    note(ray=ray.get_runtime_context().gcs_address)
+    add_facts(ray=ray.get_runtime_context().gcs_address)
     asked = int(ray.cluster_resources()["CPU"]) + 1
 
     def reserve() -> None:

@@ -12,8 +12,8 @@ import fsspec
 import pytest
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.orchestration.node_check import Paths, answer_path, differences, paths_of, problems_of, view_of
-from skyrl_train.utils.storage import location, write_whole
+from skyrl_train.orchestration.node_check import Paths, differences, get_response_path, paths_of, problems_of, view_of
+from skyrl_train.utils.storage import location, replace_file
 
 
 def node(root: Path, *, token: str | None = "token", weights: int = 10, config: str = "{}") -> Paths:
@@ -37,7 +37,7 @@ def problems(driver: Paths, other: Paths) -> list[str]:
 def test_node_with_same_folder_has_no_problems(tmp_path: Path):
     driver = node(tmp_path)
     assert problems(driver, driver) == []
-    assert answer_path(driver.tokens["trainer.run_dir"], "id").is_file()
+    assert get_response_path(driver.tokens["trainer.run_dir"], "id").is_file()
 
 
 def test_node_with_different_run_folder_is_named(tmp_path: Path):
@@ -56,7 +56,7 @@ def test_copied_token_is_rejected(tmp_path: Path):
 
 def test_node_without_write_access_is_named_with_reason(tmp_path: Path):
     driver = node(tmp_path)
-    answer_path(driver.tokens["trainer.run_dir"], "id").mkdir()  # nothing can be written there
+    get_response_path(driver.tokens["trainer.run_dir"], "id").mkdir()  # nothing can be written there
     [problem] = problems(driver, driver)
     assert problem.startswith(f"node node-b cannot write into trainer.run_dir={tmp_path / 'run'}: ")
 
@@ -113,7 +113,7 @@ def test_bucket_token_is_read_and_written_by_every_node(tmp_path: Path, tiny_mod
     paths = paths_of(SkyRLConfig.from_dict({"trainer": values}), [], "abc")
     assert list(paths.tokens) == ["trainer.run_dir", "trainer.ckpt_path"]
     for path in paths.tokens.values():
-        write_whole(path, "token")
+        replace_file(path, "token")
     try:
         here = view_of(paths, "own", "node-a")
         assert problems_of(here, view_of(paths, "id", "node-b"), paths, "id") == []

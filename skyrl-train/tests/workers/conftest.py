@@ -106,7 +106,7 @@ class Learners:
         schedule = schedule_of(cfg, batch, group.data_parallel_size, unit=unit)
         columns = ("sequences", "attention_mask", "kept_counts", "kept_ids")
         inputs = batch.select([name for name in columns if name in batch])
-        args = list(zip(schedule.split(inputs), schedule.whole(), strict=True))
+        args = list(zip(schedule.split(inputs), schedule.merge_mini_batches(), strict=True))
         before = schedule.gather(await group.call_data_parallel("forward", args), "output")
         full = TrainingInputBatch(dict(batch), metadata=batch.metadata)
         add_advantages_of_trainer(kind, cfg, full, before, stage_old)

@@ -179,7 +179,7 @@ async def test_hosted_loss_is_refused_without_configured_substitute(served, serv
     refused = await said(400, plain.post("/api/v1/forward_backward", json=body | {"seq_id": 1}))
     assert "--stable-reinforce-as importance_sampling" in refused.json()["detail"]
     accepted = await said(200, standing_in.post("/api/v1/forward_backward", json=body | {"seq_id": 2}))
-    command = service._state.pending[accepted.json()["request_id"]].stored.command
+    command = service.state.pending[accepted.json()["request_id"]].stored.command
     assert decode_training(command.payload).loss_fn == "importance_sampling"
 
 

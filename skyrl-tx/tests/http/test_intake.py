@@ -166,7 +166,7 @@ async def test_refused_heartbeat_ends_no_session_of_tenant(served, service, monk
     made = [
         (await each.post("/api/v1/create_session", json={"tags": []})).json()["session_id"] for each in (anna, bela)
     ]
-    for session in service._state.sessions.values():
+    for session in service.state.sessions.values():
         session.last_heartbeat = time.monotonic() - 1000
     assert {session.session_id for session in service.sessions.expired(300)} == set(made)
     refused = await REFUSED[how](anna, monkeypatch)

@@ -182,8 +182,8 @@ async def refused(status: int, asked: Awaitable[object], says: str | None = None
 
 async def without_engine(service: TinkerService) -> None:
     """Make later requests wait, as if the engine were absent. (An engine that is starting would come back.)"""
-    await until(lambda: service._link.ready)
-    service._link.ready = False
+    await until(lambda: service.link.ready)
+    service.link.ready = False
 
 
 @asynccontextmanager

@@ -43,8 +43,8 @@ async def test_new_model_starts_from_checkpoint(service: TinkerService, alice: C
     assert first == again == {"request_id": f"{copy}:0", "model_id": copy}
     assert await alice.result(first) == {"path": path, "model_id": copy, "type": "load_weights"}
     await service.checkpoints.delete("alice", model, "weights", "x")
-    await service._cleanup.collect_garbage()
-    service._link.kill("the test says so")  # the new model has no snapshot yet: its checkpoint's files are still needed
+    await service.cleanup.collect_garbage()
+    service.link.kill("the test says so")  # the new model has no snapshot yet: its checkpoint's files are still needed
     state = (await alice.result(await alice.train(copy, 1, forward=True)))["state"]
     assert state == Chain(model).train(1).state
 
@@ -88,7 +88,7 @@ async def test_checkpoint_name_is_unique_unless_replaced(
     await alice.load(model, 5, f"tinker://{model}/weights/best")
     assert (await alice.result(await alice.train(model, 6)))["state"] == Chain(model).train(3).train(6).state
     assert len((await service.checkpoints.of_run("alice", model))["checkpoints"]) == 1
-    await service._cleanup.collect_garbage()
+    await service.cleanup.collect_garbage()
     assert [p.name for p in (tmp_path / "checkpoints").glob("*/weights/*")] == ["best@4"]
 
 
@@ -104,15 +104,15 @@ async def test_tenant_at_quota_is_refused_and_others_continue(
     with pytest.raises(Busy):
         await alice.save(model, 2, "second")  # how large a save is shows when the first is done
     assert service.metrics()["saves_under_way"] == {"alice": 1}
-    service._link.ready = True
-    service._dispatch.on_ready()
+    service.link.ready = True
+    service.dispatch.on_ready()
     await alice.stored(f"{model}:1")
     accepted = await alice.save(model, 2, "second")
     await refused(400, alice.save(model, 3, "third"), "take 1.4e-08 GB")  # done or under way, the second counts
     await alice.stored(accepted)
     await refused(400, alice.save(model, 4, "fourth"), r"take 1\.4e-08 GB, .* and may take 1e-08 GB .*delete some")
     await alice.result(await alice.save_sampler(model, 5, sampling_session_seq_id=0))  # without a name: it will go
-    await service._cleanup.measure_disks()
+    await service.cleanup.measure_disks()
     metrics = service.metrics()
     assert metrics["checkpoint_bytes"] == {"alice": 14} and metrics["saves_under_way"] == {}
     assert metrics["checkpoints_free_bytes"] == metrics["state_free_bytes"] > 0
@@ -171,11 +171,11 @@ async def test_checkpoint_expires(service: TinkerService, alice: Client, model: 
             await service.checkpoints.set_ttl("alice", model, "weights", "brief", ttl)
     await service.checkpoints.set_ttl("alice", model, "weights", "brief", None)
     assert (await service.checkpoints.of_run("alice", model))["checkpoints"][0]["expires_at"] is None
-    await service._store.write(
+    await service.store.write(
         lambda database: database.execute(update(CheckpointRow).values(expires_at=time.time() - 1))
     )
     await refused(404, service.checkpoints.weights_info("alice", path))
-    await service._cleanup.collect_garbage()
+    await service.cleanup.collect_garbage()
     assert not list((tmp_path / "checkpoints").glob("*/weights/*"))
     await alice.result(await alice.save(model, 2, "brief"))
 

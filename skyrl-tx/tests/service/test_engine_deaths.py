@@ -37,10 +37,10 @@ async def test_killed_engine_loses_no_request(tmp_path: Path):
                     answers.append((client, step, chain.state))
                 answers.append((bob, await bob.sample(base, seq), "base"))
             await answers[18 * life][0].result(answers[18 * life][1])
-            service._link._send_signal(signal.SIGKILL)
+            service.link.send_signal(signal.SIGKILL)
             for client, answer, state in answers:
                 assert (await client.result(answer))["state"] == state
-        assert service._link.deaths == 3
+        assert service.link.deaths == 3
 
 
 @pytest.fixture
@@ -75,10 +75,10 @@ async def test_deadly_command_fails_and_others_complete(service: TinkerService, 
 
 async def crash(service: TinkerService) -> None:
     """Imitate a kill of this process together with its engine: nothing more is written."""
-    await service._link.close()
-    for task in (*service._cleanup._tasks, *service._dispatch._tasks):
+    await service.link.close()
+    for task in (*service.cleanup._tasks, *service.dispatch._tasks):
         task.cancel()
-    await service._store.close()
+    await service.store.close()
 
 
 @pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -112,15 +112,15 @@ async def test_unrecorded_snapshots_of_dead_engine_are_removed(tmp_path: Path):
         alice = await Client(service).begin()
         model = await alice.model()
         await alice.result(await alice.train(model, 1))
-        await until(lambda: service._state.runs[model].snapshot_seq == 1)
-        folder = Path(service._state.runs[model].snapshot or "").parent
+        await until(lambda: service.state.runs[model].snapshot_seq == 1)
+        folder = Path(service.state.runs[model].snapshot or "").parent
         for name in ("unrecorded", "half-written", "being-recorded"):
             (folder / name).mkdir()
-        service._dispatch.recording.add(str(folder / "being-recorded"))
-        service._link._send_signal(signal.SIGKILL)
-        await until(lambda: service._link.engine_generation == 2)
+        service.dispatch.recording.add(str(folder / "being-recorded"))
+        service.link.send_signal(signal.SIGKILL)
+        await until(lambda: service.link.engine_generation == 2)
         kept = {path.name for path in folder.iterdir()}
-        assert kept == {Path(service._state.runs[model].snapshot or "").name, "being-recorded"}
+        assert kept == {Path(service.state.runs[model].snapshot or "").name, "being-recorded"}
         assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(1).train(2).state
 
 
@@ -149,7 +149,7 @@ async def test_engine_stuck_in_pass_is_replaced(tmp_path: Path, what: str):
         other = await alice.sample(base, 1)
         stored = await alice.stored(stuck, timeout=40)
         why = f"a {what} took longer than 0.5 s (--pass-timeout-seconds)"
-        assert why in (stored.error or "") and service._link.last_death == why
+        assert why in (stored.error or "") and service.link.last_death == why
         assert (await alice.result(other))["state"] == "base"
 
 
@@ -167,10 +167,10 @@ async def test_requests_queue_while_engine_starts_and_client_is_notified(tmp_pat
         answer = await alice.sample(base, 0)
         waiting = await service.futures.retrieve("alice", answer["request_id"], 0.05)
         assert waiting == TryAgain(f"{base}:0", "paused_capacity", "the engine is starting")
-        assert service._link.trouble == "the engine is starting"
+        assert service.link.trouble == "the engine is starting"
         go.touch()
         assert (await alice.result(answer))["state"] == "base"
-        assert service._link.trouble is None
+        assert service.link.trouble is None
 
 
 async def test_failing_engine_start_is_retried_and_reported(tmp_path: Path):
@@ -178,9 +178,9 @@ async def test_failing_engine_start_is_retried_and_reported(tmp_path: Path):
         return [sys.executable, "-c", "import sys; print('no such disk', flush=True); sys.exit(1)"]
 
     async with running(tmp_path, command=broken) as service:
-        await until(lambda: service._link.deaths >= 3)
-        assert "exit status 1: no such disk" in (service._link.last_death or "")
-        assert service._link.trouble == "the engine is being restarted: it ended with exit status 1", "clients read it"
+        await until(lambda: service.link.deaths >= 3)
+        assert "exit status 1: no such disk" in (service.link.last_death or "")
+        assert service.link.trouble == "the engine is being restarted: it ended with exit status 1", "clients read it"
         assert not service.fatal_config_error.is_set()
 
 
@@ -190,17 +190,17 @@ async def test_wrong_settings_are_not_tried_again(tmp_path: Path):
 
     async with running(tmp_path, command=wrong) as service:
         await asyncio.wait_for(service.fatal_config_error.wait(), 20)
-        assert service._link.trouble == "the engine cannot be started: it ended with exit status 78"
-        assert service._link.last_death == "it ended with exit status 78: ConfigError: rank"
+        assert service.link.trouble == "the engine cannot be started: it ended with exit status 78"
+        assert service.link.last_death == "it ended with exit status 78: ConfigError: rank"
         await asyncio.sleep(0.5)
-        assert service._link.deaths == 1
+        assert service.link.deaths == 1
 
 
 def pids_of(service: TinkerService) -> tuple[int, int]:
     """Return the process ids of the engine and of the standby process."""
-    engine, standby = service._link._process, service._link._standby
-    assert engine is not None and standby is not None and standby._process is not None
-    return engine.pid, standby._process.pid
+    engine, standby = service.link.process, service.link.standby
+    assert engine is not None and standby is not None and standby.process is not None
+    return engine.pid, standby.process.pid
 
 
 @STANDBY
@@ -209,13 +209,13 @@ async def test_standby_process_becomes_next_engine(service: TinkerService, alice
     first = await alice.train(model, 1)
     seen = []
     for life in (1, 2):
-        await until(lambda: service._link._standby._waits)
+        await until(lambda: service.link.standby._waits)
         engine, standby = pids_of(service)
         seen.append(engine)
-        service._link._send_signal(signal.SIGKILL)
-        await until(lambda life=life: service._link.ready and service._link.engine_generation == life + 1)
-        assert service._link._process.pid == standby
-    await until(lambda: service._link._standby._process)
+        service.link.send_signal(signal.SIGKILL)
+        await until(lambda life=life: service.link.ready and service.link.engine_generation == life + 1)
+        assert service.link.process.pid == standby
+    await until(lambda: service.link.standby.process)
     assert len({*seen, *pids_of(service)}) == 4
     assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(1).train(2).state
     assert (await alice.result(first))["state"] == Chain(model).train(1).state
@@ -228,22 +228,22 @@ async def test_unready_standby_process_is_not_awaited(tmp_path: Path):
         return [sys.executable, "-c", "import time; time.sleep(600)"] if address == FROM_STDIN else inner(address)
 
     async with running(tmp_path, command=command, standby_engine=True) as service:
-        await until(lambda: service._link.ready and service._link._standby._process)
+        await until(lambda: service.link.ready and service.link.standby.process)
         _, slow = pids_of(service)
-        service._link._send_signal(signal.SIGKILL)
-        await until(lambda: service._link.ready and service._link.engine_generation == 2)
+        service.link.send_signal(signal.SIGKILL)
+        await until(lambda: service.link.ready and service.link.engine_generation == 2)
         with pytest.raises(ProcessLookupError):
             os.kill(slow, 0)
 
 
 async def test_standby_process_needs_setting(service: TinkerService):
-    await until(lambda: service._link.ready)
-    assert service._link._standby is None
+    await until(lambda: service.link.ready)
+    assert service.link.standby is None
 
 
 async def test_closing_leaves_no_process(tmp_path: Path):
     async with running(tmp_path, standby_engine=True) as service:
-        await until(lambda: service._link.ready and service._link._standby._process)
+        await until(lambda: service.link.ready and service.link.standby.process)
         pids = pids_of(service)
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -261,4 +261,4 @@ async def test_unresponsive_engine_is_killed(tmp_path: Path):
     link.start(lambda: None, lambda message: None, died)
     await until(lambda: "deaf" in link.log_tail)
     await asyncio.wait_for(link.close(), 10)
-    assert link._process is not None and link._process.returncode == -signal.SIGKILL
+    assert link.process is not None and link.process.returncode == -signal.SIGKILL

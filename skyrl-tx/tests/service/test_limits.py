@@ -56,13 +56,13 @@ def test_token_rate_refills_and_sample_returns_unused_tokens():
     assert 40 < busy.value.retry_after_seconds <= 41
     limits.admit_sample("b", 1000)
     limits.leave("a", 1000, used=450)
-    assert limits.quota.all_left() == {"a": 150.0}
+    assert limits.quota.get_all_remaining() == {"a": 150.0}
     limits.quota.charge("a", 1750)
     with pytest.raises(Busy) as busy:
         limits.quota.admit("a")
     assert busy.value.retry_after_seconds == 60.0, "clients ignore more"
     seconds[0] += 1000
-    assert limits.quota.left("a") == 600.0
+    assert limits.quota.get_remaining("a") == 600.0
     assert limits.quota.refusals == {"a": 2}
 
 

@@ -39,13 +39,13 @@ async def test_samplers_of_name_outlive_name(service: TinkerService, alice: Clie
     assert path == f"tinker://{model}/sampler_weights/first"
     sampler = await alice.sampler(3, model_path=path)
     await service.checkpoints.delete("alice", model, "sampler_weights", "first")
-    await service._cleanup.collect_garbage()
+    await service.cleanup.collect_garbage()
     assert (await alice.result(await alice.sample(sampler, 0)))["state"] == Chain(model).state
     await refused(404, alice.sampler(4, model_path=path), "no checkpoint")
     folders = list((tmp_path / "checkpoints").glob("*/sampler_weights/*"))
     assert len(folders) == 1
     await service.sessions.finish("alice", alice.session_id)
-    await service._cleanup.collect_garbage()
+    await service.cleanup.collect_garbage()
     assert not folders[0].exists(), "with its last user the folder goes"
 
 
@@ -67,7 +67,7 @@ async def test_prompt_targets_are_checked_off_loop_and_refused_before_storage(
     for seq, (data, says) in enumerate((([100] * 20_000, "ids below 100"), ([7] * 3, "as many numbers")), start=2):
         wrong = {"data": data, "shape": [2, 10_000]}
         await refused(400, alice.sample(sampler, seq, target_prompt_logprobs=wrong), says)
-    assert not service._state.pending
+    assert not service.state.pending
     await alice.result(await alice.sample(sampler, 2))  # its number is still free
 
 
@@ -76,7 +76,7 @@ async def test_prompt_targets_are_refused_before_other_backend_is_ready(service:
     targets = {"data": [7, 7], "shape": [2, 1]}
     asked = alice.sample(None, base_model="tiny", target_prompt_logprobs=targets)
     await refused(400, asked, "not computed by the backend of this server: request topk_prompt_logprobs")
-    assert not service._state.pending
+    assert not service.state.pending
 
 
 @pytest.mark.parametrize("service", [{"keep_samplers": 3, "sampler_idle_sec": 0}], indirect=True)
@@ -94,7 +94,7 @@ async def test_unnamed_samplers_are_replaced_by_newer_ones_of_model(
         expected.append(chain.train(2 * step + 2).state)
         await alice.result(await alice.save_sampler(model, 2 * step + 3, sampling_session_seq_id=step))
         if step % 4 == 3:
-            await service._cleanup.collect_garbage()
+            await service.cleanup.collect_garbage()
     assert len(list((tmp_path / "checkpoints").glob("*/samplers/*"))) == 3 + 1
     states = [
         (await alice.result(await alice.sample(f"{alice.session_id}:sample:{step}", 0)))["state"]
@@ -111,7 +111,7 @@ async def test_unnamed_samplers_are_replaced_by_newer_ones_of_model(
 async def test_sampler_in_use_is_kept_when_old(service: TinkerService, alice: Client, model: str):
     for step in range(3):
         await alice.result(await alice.save_sampler(model, step + 1, sampling_session_seq_id=step))
-    await service._cleanup.collect_garbage()
+    await service.cleanup.collect_garbage()
     await alice.result(await alice.sample(f"{alice.session_id}:sample:0", 0))
 
 
@@ -132,7 +132,7 @@ async def test_repeated_sample_is_deduplicated(alice: Client, tmp_path: Path):
 @pytest.mark.parametrize("service", [{"stable_reinforce_as": "ppo"}, {}], indirect=True)
 async def test_stability_info_is_accepted_only_with_loss_substitute(service: TinkerService, alice: Client):
     asked = alice.sample(await alice.sampler(0, base_model="tiny"), 0, record_stability_info=True)
-    if service._config.stable_reinforce_as:
+    if service.config.stable_reinforce_as:
         assert (await alice.result(await asked))["state"] == "base"
     else:
         await refused(400, asked, "serve with --stable-reinforce-as importance_sampling")
@@ -185,7 +185,7 @@ async def test_deleting_session_deletes_samplers(service: TinkerService, alice: 
     await service.sessions.finish("alice", alice.session_id)
     for attempt in (alice.sample(sampler, 1), alice.sampler(1, base_model="tiny")):
         await refused(404, attempt)
-    await service._cleanup.collect_garbage()
+    await service.cleanup.collect_garbage()
     assert not list((tmp_path / "checkpoints").glob("*/samplers/*")), "no other user has them"
     await refused(410, service.sessions.heartbeat("alice", alice.session_id))
     await service.sessions.finish("alice", alice.session_id)

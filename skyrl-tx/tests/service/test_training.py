@@ -164,14 +164,14 @@ async def test_models_keep_expert_layout_when_setting_changes(service: TinkerSer
     async with restarted(alice, tmp_path) as service:
         await alice.model(1)
         await alice.result(await alice.model_from(f"tinker://{sharing}/weights/kept", 2))
-        runs = [service._state.runs[f"{alice.session_id}:train:{number}"] for number in range(3)]
+        runs = [service.state.runs[f"{alice.session_id}:train:{number}"] for number in range(3)]
         assert [run.lora.share_experts for run in runs] == [True, False, True]
 
 
 async def test_failed_step_is_part_of_history(service: TinkerService, alice: Client, model: str):
     stored = await alice.stored(await alice.step(model, 1, FAIL))
     assert (stored.error, stored.category, stored.body) == ("not finite", "user", None)
-    service._link.kill("the test says so")
+    service.link.kill("the test says so")
     result = await alice.result(await alice.train(model, 2))
     assert result["state"] == Chain(model).failed(1).train(2).state
 
@@ -224,7 +224,7 @@ async def test_tokens_per_minute_delay_their_tenant_alone_and_in_order(
         with pytest.raises(Busy, match="max_tokens_per_minute_per_tenant"):
             await alice.train(model, seq)
     await alice.step(model, 5)  # has no tokens
-    service._limits.quota.charge("alice", -250)  # two minutes later
+    service.limits.quota.charge("alice", -250)  # two minutes later
     with pytest.raises(Busy):
         await alice.train(model, 3)  # not before 2
     answers = {1: first} | {seq: await alice.train(model, seq) for seq in (2, 3, 4)}
@@ -252,7 +252,7 @@ async def test_abandoned_delayed_request_stops_model_temporarily(
     for seq in (2, 3):
         with pytest.raises(Busy):
             await alice.train(model, seq)
-    service._limits.quota.charge("alice", -300)
+    service.limits.quota.charge("alice", -300)
     with pytest.raises(Busy):
         await alice.train(model, 3)
     monkeypatch.setattr(intake, "PATIENCE_SECONDS", 0.0)

@@ -163,7 +163,7 @@ def test_state_moves_between_process_counts_with_same_steps(
 def test_ranks_shard_adapter_completely(model_folder: Make, supervised: Supervised, tmp_path: Path) -> None:
     lora, one = LoraSpec(rank=5, seed=1), TorchTraining(model_folder("qwen2"))
     one.create("m", lora)
-    whole = one._adapters["m"]
+    whole = one.adapters["m"]
     new = [Adapter(lora, whole.sites, torch.device("cpu"), torch.float32, RankGroup(rank, 3)) for rank in range(3)]
     for part in new:
         part.initialize()
@@ -175,7 +175,7 @@ def test_ranks_shard_adapter_completely(model_folder: Make, supervised: Supervis
     for part in read:
         read_into(part, tmp_path, optimizer=True, gradient=True)
     one.create("new", lora)
-    for adapter, parts in ((one._adapters["new"], new), (whole, read)):
+    for adapter, parts in ((one.adapters["new"], new), (whole, read)):
         for kind, vector in adapter.vectors(state=True).items():
             held = [part.vectors(state=True)[kind] for part in parts]
             assert adapter.num_weights % 3 and all(3 * len(each) < len(vector) + 3 for each in held)

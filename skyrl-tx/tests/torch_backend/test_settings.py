@@ -102,7 +102,7 @@ def test_bfloat16_computes_nearly_same(model_folder: Make, supervised: Supervise
         (result,) = backend.run([TrainingPass("m", data, "cross_entropy")])
         assert isinstance(result, PassOutput)
         results.append((result.metrics["loss:sum"], backend.optim_step("m", AdamParams())["grad_norm:mean"]))
-        assert backend._adapters["m"].weights.dtype == torch.float32
+        assert backend.adapters["m"].weights.dtype == torch.float32
     assert results[1] == pytest.approx(results[0], rel=0.1)
 
 

@@ -105,7 +105,7 @@ class CheckpointLookup(Protocol):
         """Find a checkpoint that the tenant may read. Raises: RequestError."""
         ...
 
-    async def reserve_room(self, tenant: str, request_id: str, kind: CheckpointKind, rank: int) -> None:
+    async def reserve_space(self, tenant: str, request_id: str, kind: CheckpointKind, rank: int) -> None:
         """Check that the tenant may save more, and count this save from now on. Raises: RequestError, Busy."""
         ...
 
@@ -387,7 +387,7 @@ class Save(ModelCommand, frozen=True, kw_only=True):
             if not effect.overwrite:
                 await context.checkpoints.check_name_is_free(path)
             # Last: a request that is refused after it would keep its room.
-            await context.checkpoints.reserve_room(address.tenant, address.request_id, kind, model.lora.rank)
+            await context.checkpoints.reserve_space(address.tenant, address.request_id, kind, model.lora.rank)
             folder = context.folders.place(*get_folder_parts(path, address.seq))
             answer["path"] = str(path)
         command = cls(**address._asdict(), folder=folder, state=kind == "weights", recipients=recipients)

@@ -64,7 +64,7 @@ def build_index(settings: RetrievalSettings) -> Path:
         FileNotFoundError: the corpus does not exist.
     """
     folder = settings.folder()
-    if _is_ready_made(settings):
+    if _is_external_index(settings):
         made_of = {"kind": "documents"}
         folder = folder.with_name(f"{folder.name}.documents")
     else:
@@ -105,7 +105,7 @@ def open_retriever(settings: RetrievalSettings) -> Retriever:
     return Retriever("dense", index, documents)
 
 
-def _is_ready_made(settings: RetrievalSettings) -> bool:
+def _is_external_index(settings: RetrievalSettings) -> bool:
     """Return whether the path is a faiss index that was made elsewhere. Then only the documents are stored here."""
     return settings.index == "dense" and settings.folder().is_file()
 

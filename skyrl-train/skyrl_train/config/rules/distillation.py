@@ -25,7 +25,7 @@ def check_distillation(config: SkyRLConfig) -> None:
             )
         return
     check_bounds(settings, NAME)
-    _check_words(config)
+    _check_tokens(config)
     _check_data_sources(settings)
     for name, teacher in settings.teachers.items():
         _check_teacher(config, f"{NAME}.teachers.{name}", teacher)
@@ -37,7 +37,7 @@ def check_distillation(config: SkyRLConfig) -> None:
     )
 
 
-def _check_words(config: SkyRLConfig) -> None:
+def _check_tokens(config: SkyRLConfig) -> None:
     settings, strategy = config.trainer.distillation, config.trainer.strategy
     check_rule(
         settings.tokens != "sampled" or settings.kl == "reverse",

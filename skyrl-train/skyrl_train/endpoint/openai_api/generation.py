@@ -115,7 +115,7 @@ class GeneratedChoice:
             self.top = TopLogProbs(self.top.ids[:length], self.top.log_probs[:length])
 
 
-class Asker:
+class EngineRequester:
     """Client of an engine that applies a deadline to each request and converts engine errors to ApiError."""
 
     def __init__(self, engine: InferenceEngineInterface, timeout_seconds: float):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from skyrl_train.endpoint.errors import ApiError, build_refusal
 from skyrl_train.endpoint.openai_api.generation import GeneratedChoice
 from skyrl_train.endpoint.openai_api.payloads import build_assistant_message
-from skyrl_train.endpoint.openai_api.prompts import ChatOptions, ConversationMemory, EndpointTemplate, Said
+from skyrl_train.endpoint.openai_api.prompts import ChatOptions, ConversationMemory, EndpointTemplate, ReturnedMessage
 from skyrl_train.endpoint.openai_api.replies import Reply
 from skyrl_train.endpoint.openai_api.schema import Message
 from skyrl_train.endpoint.openai_api.tool_calls import convert_messages_for_template
@@ -24,7 +24,7 @@ EXACT, RENDERED = "endpoint/exact_turns", "endpoint/rendered_turns"
 
 
 @dataclass(frozen=True)
-class Asked:
+class SessionRequest:
     """Request of a session when it is received."""
 
     session: str | None
@@ -109,14 +109,16 @@ class Sessions:
                 return ids
         return self._template.encode(text)
 
-    def keep(self, asked: Asked, reply: Reply, answers: Sequence[GeneratedChoice]) -> None:
+    def keep(self, asked: SessionRequest, reply: Reply, answers: Sequence[GeneratedChoice]) -> None:
         """Store the completed choices of a request."""
         if asked.session is None:
             return
         messages = [None if asked.messages is None else _to_request_message(reply, answer) for answer in answers]
         pairs = [(message, answer) for message, answer in zip(messages, answers, strict=True)]
         if asked.messages is not None and asked.text is not None:
-            written = [(Said.of(message), answer.token_ids) for message, answer in pairs if message is not None]
+            written = [
+                (ReturnedMessage.of(message), answer.token_ids) for message, answer in pairs if message is not None
+            ]
             self._memory.remember(asked.session, len(asked.messages), asked.text, reply.prompts[0].ids, written)
         if self._recorder is not None:
             turns = [_build_turn(asked, reply, index, message, answer) for index, (message, answer) in enumerate(pairs)]
@@ -154,7 +156,7 @@ def _to_request_message(reply: Reply, answer: GeneratedChoice) -> MessageType:
 
 
 def _build_turn(
-    asked: Asked, reply: Reply, index: int, message: MessageType | None, answer: GeneratedChoice
+    asked: SessionRequest, reply: Reply, index: int, message: MessageType | None, answer: GeneratedChoice
 ) -> RecordedTurn:
     prompt = reply.get_prompt(index)
     assert answer.log_probs is not None, "the engine returned no log-probs though they were requested"

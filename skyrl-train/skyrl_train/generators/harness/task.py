@@ -183,7 +183,9 @@ def check_row(row: Mapping[str, Any], with_grade: bool) -> None:
         or not all(isinstance(path, str) for path in inputs)
     ):
         raise ValueError(f"grade.inputs must be a list of paths in the workspace; got {str(inputs)[:100]!r}")
-    _check_places(list(inputs or []), [path for path, text in (grade.get("files") or {}).items() if text is not None])
+    _check_path_conflicts(
+        list(inputs or []), [path for path, text in (grade.get("files") or {}).items() if text is not None]
+    )
     command = grade.get("command")
     if isinstance(command, str | Mapping) or not isinstance(command, Iterable) or not list(command):
         raise ValueError(
@@ -213,7 +215,7 @@ def _check_files(column: str, files: object) -> None:
         _check_path(column, path)
 
 
-def _check_places(inputs: Sequence[str], files: Sequence[str]) -> None:
+def _check_path_conflicts(inputs: Sequence[str], files: Sequence[str]) -> None:
     """Check that no input path conflicts with a grader's file or folder; otherwise the agent could prevent that file
     from being written."""
     for path in inputs:

@@ -201,11 +201,11 @@ def _build_ll_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos
     try:
         return llguidance.hf.from_tokenizer(tokenizer, size, eos_token=end)  # pyright: ignore[reportArgumentType]
     except ValueError:  # neither byte-level nor byte fallback: each token has its own text
-        words = _Words(tokenizer, eos_ids[0] if eos_ids else 0)
+        words = _TokenBytes(tokenizer, eos_ids[0] if eos_ids else 0)
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(words), n_vocab=size, eos_token=end)
 
 
-class _Words:
+class _TokenBytes:
     """Tokenizer in llguidance's format: the bytes of each token. Partial characters are marked as special tokens, which
     match no text.
     """

@@ -35,14 +35,14 @@ class KeyGuard:
         self._expected = None if key is None else key.encode()
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        if scope["type"] == "lifespan" or scope["path"] in _OPEN_TO_ALL or self._is_let_in(scope):
+        if scope["type"] == "lifespan" or scope["path"] in _OPEN_TO_ALL or self._is_authorized(scope):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             await _build_refusal(send, _NO_KEY if self._expected is None else _WRONG_KEY)
 
-    def _is_let_in(self, scope: "Scope") -> bool:
+    def _is_authorized(self, scope: "Scope") -> bool:
         if self._expected is None:
             return scope.get("client") is not None and is_loopback(scope["client"][0])
         scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")

@@ -14,7 +14,7 @@ OPEN_PATHS = ("/healthz", "/api/v1/healthz")
 """Paths that need no key: they report only that the server is up."""
 
 
-class Door:
+class Authenticator:
     """
     Args:
         keys: none means that everybody is the tenant `local`, and may see everything

@@ -76,7 +76,7 @@ class Intake:
         self.refusals[tenant] += 1
         raise Busy(why, RETRY_SECONDS)
 
-    def begin(self, tenant: str, path: str) -> "Share":
+    def begin(self, tenant: str, path: str) -> "BodyReservation":
         """Count a request. Raises Busy if the tenant's requests would leave too little room for other tenants."""
         # No await between check and count, here and in `hold`: two requests of the loop cannot both get the last place.
         room, total = FULL * self.max_requests, self.num_requests.total()
@@ -87,10 +87,10 @@ class Intake:
                 tenant, f"{own} requests of this tenant are in flight, {total} in total; wait until some are complete"
             )
         _add(self.num_requests, tenant, 1)
-        return Share(self, tenant)
+        return BodyReservation(self, tenant)
 
 
-class Share:
+class BodyReservation:
     """One request's part of it."""
 
     def __init__(self, intake: Intake, tenant: str):
@@ -165,7 +165,7 @@ async def read_body(request: Request, max_bytes: int | None = None) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise BodyTooLarge(max_bytes)
-    share: Share = request.scope[_SHARE]
+    share: BodyReservation = request.scope[_SHARE]
     # Only checked, to refuse early. Counting announced bytes would let a client take room without sending anything.
     share.check(int(announced) if announced.isdecimal() else 0)
     clock = asyncio.get_running_loop().time
@@ -195,7 +195,7 @@ async def run_in_thread_if_large(request: Request, size: int, parse: Callable[[]
     interpreter, are left for the others."""
     if size < THREAD_FROM_BYTES:
         return parse()
-    share: Share = request.scope[_SHARE]
+    share: BodyReservation = request.scope[_SHARE]
     async with share.intake.parsing[share.tenant]:
         return await asyncio.to_thread(parse)
 

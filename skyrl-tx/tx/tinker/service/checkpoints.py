@@ -102,7 +102,7 @@ class Checkpoints:
             fix = "use another path, or overwrite=true" if path.kind == "weights" else "use another path"
             raise RequestError(f"path: the checkpoint {path!s} already exists; {fix}")
 
-    async def reserve_room(self, tenant: str, request_id: str, kind: CheckpointKind, rank: int) -> None:
+    async def reserve_space(self, tenant: str, request_id: str, kind: CheckpointKind, rank: int) -> None:
         """Count a save from now on; a save in flight counts as the tenant's largest checkpoint of its kind and rank.
 
         Raises:

@@ -55,7 +55,7 @@ class Dispatch:
             await self.sample(pending)
         if restored.died_at_work:
             heads = [run.head for run in self._state.runs.values()]
-            await self._count_death([*heads, *restored.samples], "the server crashed with it")
+            await self._count_crash([*heads, *restored.samples], "the server crashed with it")
 
     def due(self, run: Run, pending_requests: list[PendingRequest]) -> None:
         """Queue requests after all their predecessors have arrived."""
@@ -142,14 +142,14 @@ class Dispatch:
                 pending.recording_result = True
                 self.spawn(self._record_outcome(pending, message))
 
-    async def on_death(self, why: str) -> None:
+    async def on_crash(self, why: str) -> None:
         """Count a crash of the engine, and fail its culprit once identified."""
         heads = [run.head for run in self._state.runs.values() if run.touched_in == self._link.engine_generation]
         samples = [pending for pending in self._samples.values() if pending.sent_to == self._link.engine_generation]
-        await self._count_death([*heads, *samples], why)
+        await self._count_crash([*heads, *samples], why)
 
-    async def _count_death(self, present: Iterable[PendingRequest | None], why: str) -> None:
-        culprit_request = self._bisector.died(
+    async def _count_crash(self, present: Iterable[PendingRequest | None], why: str) -> None:
+        culprit_request = self._bisector.record_crash(
             [pending for pending in present if pending is not None and not pending.recording_result]
         )
         num_deaths = {pending.request_id: number for pending, number in self._bisector.deaths.items()}

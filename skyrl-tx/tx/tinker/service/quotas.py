@@ -27,17 +27,17 @@ class TokenQuota:
         """Tokens not yet forgotten, and when that was."""
         self.refusals: Counter[str] = Counter()
 
-    def left(self, tenant: str) -> float:
+    def get_remaining(self, tenant: str) -> float:
         """Return the tokens in the bucket; below 0, the debt."""
         return float("inf") if self._per_minute is None else self._per_minute - self._get_used(tenant)
 
-    def all_left(self) -> dict[str, float]:
+    def get_all_remaining(self) -> dict[str, float]:
         """Return the tokens left by tenant, of those that used some."""
-        return {tenant: self.left(tenant) for tenant in self._used}
+        return {tenant: self.get_remaining(tenant) for tenant in self._used}
 
     def admit(self, tenant: str) -> None:
         """Raise Busy if the bucket is empty."""
-        left = self.left(tenant)
+        left = self.get_remaining(tenant)
         if left <= 0:
             assert self._per_minute is not None
             self.refuse(tenant, 60 * (1 - left) / self._per_minute)

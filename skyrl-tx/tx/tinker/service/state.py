@@ -165,7 +165,7 @@ class ServerState:
         if (session := self.sessions.get(session_id)) is not None:
             session.touch()
 
-    def heard_of(self, tenant: str, request_id: str) -> None:
+    def record_poll(self, tenant: str, request_id: str) -> None:
         """Record a poll for the result of a request: its session is alive."""
         pending = self.pending.get(request_id)
         if pending is None or pending.tenant != tenant:

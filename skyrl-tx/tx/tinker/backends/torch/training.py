@@ -47,7 +47,7 @@ class TorchTraining(TrainingBackend):
         self._settings = TrainingSettings.from_dict(settings)
         self._folder, self._rank_group = Path(base_model_folder), rank_group
         self._base = FrozenModel(self._folder, self._settings, rank_group)
-        self._adapters: dict[str, Adapter] = {}
+        self.adapters: dict[str, Adapter] = {}
 
     def info(self) -> BackendInfo:
         return BackendInfo(
@@ -71,10 +71,10 @@ class TorchTraining(TrainingBackend):
     def create(self, model_id: str, lora: LoraSpec) -> None:
         adapter = self._create_empty(lora)
         adapter.initialize()
-        self._adapters[model_id] = adapter
+        self.adapters[model_id] = adapter
 
     def forget(self, model_id: str) -> None:
-        self._adapters.pop(model_id, None)
+        self.adapters.pop(model_id, None)
 
     def save(self, model_id: str, folder: Path, *, state: bool) -> None:
         adapter = self._get_adapter(model_id)
@@ -94,17 +94,17 @@ class TorchTraining(TrainingBackend):
         # Nothing of the model outlives a load, so neither does its layout.
         adapter = self._resolve_layout(folder, self._get_adapter(model_id), by_weights=True)
         files.read_into(adapter, folder, optimizer=optimizer)
-        self._adapters[model_id] = adapter
+        self.adapters[model_id] = adapter
 
     def restore(self, model_id: str, lora: LoraSpec, folder: Path) -> None:
         # `lora` is that of the model's creation; it may have loaded a checkpoint of the other layout since.
         adapter = self._resolve_layout(folder, self._create_empty(lora), by_weights=False)
         files.read_into(adapter, folder, optimizer=True, gradient=True)
         # Known only once it is read: a damaged folder leaves no half-restored model.
-        self._adapters[model_id] = adapter
+        self.adapters[model_id] = adapter
 
     def close(self) -> None:
-        self._adapters.clear()
+        self.adapters.clear()
 
     # ---- passes
 
@@ -150,9 +150,9 @@ class TorchTraining(TrainingBackend):
         return self._settings.tokens_per_micro_batch
 
     def _get_adapter(self, model_id: str) -> Adapter:
-        if model_id not in self._adapters:
+        if model_id not in self.adapters:
             raise ModelError(f"model {model_id} is not loaded", "server")
-        return self._adapters[model_id]
+        return self.adapters[model_id]
 
     def _create_empty(self, lora: LoraSpec) -> Adapter:
         if not 1 <= lora.rank <= self._settings.max_lora_rank:
