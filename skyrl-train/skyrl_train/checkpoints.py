@@ -34,7 +34,7 @@ from skyrl_train.utils.storage import (
     publishing,
     read_text,
     remove_folder,
-    write_atomically,
+    replace_file,
 )
 
 GLOBAL_STEP_PREFIX = "global_step_"
@@ -89,7 +89,7 @@ class CheckpointStore:
             ) from error
         self._remove_old()
         try:
-            write_atomically(self.root / LATEST, f"{step}\n")
+            replace_file(self.root / LATEST, f"{step}\n")
         except OSError as error:
             raise CheckpointError(f"{place} is complete, but {LATEST} could not be written: {error}") from error
 

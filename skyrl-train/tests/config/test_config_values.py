@@ -117,7 +117,7 @@ def test_valid_value_is_accepted(name, value, expected):
         ("trainer.policy.model.path", None, "trainer.policy.model.path must be text; got None"),
         ("data.train_data", "a.parquet", "data.train_data must be a list of text; got 'a.parquet'"),
         ("data.train_data", [1], "data.train_data[0] must be text; got 1"),
-        ("trainer.algorithm", 3, "trainer.algorithm is a section of settings; got 3"),
+        ("trainer.algorithm", 3, "trainer.algorithm must be a section of settings; got 3"),
         ("generator.sampling_params.logprobs", 0.5, "generator.sampling_params.logprobs must be an int; got 0.5"),
         (
             "trainer.algorithm.loss_reduction",
@@ -183,7 +183,7 @@ def test_foreign_setting_is_rejected_unless_value_matches_behaviour(name):
 @pytest.mark.parametrize(
     "name, value, error",
     [
-        ("trainer.ref.megatron_config.moe_aux_loss_coeff", 0.1, r"=0\.1 is refused: the loss is"),
+        ("trainer.ref.megatron_config.moe_aux_loss_coeff", 0.1, r"=0\.1 is refused: the loss comes"),
         (
             "trainer.ref.megatron_config.ddp_config",
             {"overlap_grad_reduce": True},

@@ -77,7 +77,7 @@ def test_every_default_of_skyrl_0_3_is_accepted():
             assert found <= OWN_DEFAULTS & {name, entry.setting if isinstance(entry, Moved) else name}, name
 
 
-@pytest.mark.filterwarnings("ignore:.*moe_grouped_gemm=true has no effect", "ignore:trainer.strategy=fsdp means")
+@pytest.mark.filterwarnings("ignore:.*moe_grouped_gemm=true has no effect", "ignore:trainer.strategy=fsdp is an alias")
 def test_all_defaults_of_skyrl_0_3_together_are_valid(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     settings = json.loads(json.dumps(DEFAULTS))

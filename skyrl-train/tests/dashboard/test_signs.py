@@ -27,17 +27,17 @@ CHANGES: dict[str, tuple[Curves, str]] = {
     "evaluation falls": (
         {"eval/all/avg_score": [0.1, 0.9, 0.2, 0.4]},
         "The training reward rose from 0.2 to 0.8, but the evaluation went from 0.1 (best: 0.9) to 0.3: training "
-        "rewards something else.",
+        "optimizes something else than the evaluation measures.",
     ),
     "evaluation does not follow": (
         {"eval/all/avg_score": [0.14, 0.15, 0.15, 0.15]},
         "The training reward rose from 0.2 to 0.8, but the evaluation went from 0.14 (best: 0.15) to 0.15: training "
-        "rewards something else.",
+        "optimizes something else than the evaluation measures.",
     ),
     "evaluation below 0 falls": (
         {"eval/all/avg_score": [-0.2, -0.1, -0.6, -0.8]},
         "The training reward rose from 0.2 to 0.8, but the evaluation went from -0.2 (best: -0.1) to -0.7: training "
-        "rewards something else.",
+        "optimizes something else than the evaluation measures.",
     ),
     "entropy collapses": (
         {"policy/policy_entropy": [1.0] * 8 + [0.02] * 8},

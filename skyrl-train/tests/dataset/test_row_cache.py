@@ -74,7 +74,7 @@ def test_cache_hit_still_applies_length_limit(tmp_path, read, log):
     assert read(source) == ["a", "b c d", "e f"] and not was_found(log)
     (file,) = (tmp_path / "cache").iterdir()
     assert read(source) == ["a", "b c d", "e f"]
-    assert f"{source}: 3 tokenized rows are in the cache, {file}" in log and was_found(log)
+    assert f"{source}: 3 tokenized rows read from the cache {file}" in log and was_found(log)
     assert read(source, limit=3) == ["a", "e f"] and was_found(log)
 
 

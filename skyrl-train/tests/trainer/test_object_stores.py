@@ -35,7 +35,7 @@ from skyrl_train.utils.storage import (
     location,
     publishing,
     read_text,
-    write_atomically,
+    replace_file,
     write_durably,
 )
 from skyrl_train.workers.policy_worker import PolicyWorker
@@ -119,7 +119,7 @@ def test_partial_upload_of_killed_run_is_hidden_and_deleted_at_next_write(memory
     store = CheckpointStore(memory)
     write(store, 1)
     for name in ("global_step_2", "global_step_7", "superseded_global_step_9", "notes_of_the_user"):
-        write_atomically(location(memory) / name / "policy" / "rank_0", b"half")
+        replace_file(location(memory) / name / "policy" / "rank_0", b"half")
     assert steps_in(memory) == ["global_step_1"]
     write(store, 2)
     assert steps_in(memory) == ["global_step_1", "global_step_2"]
@@ -197,7 +197,7 @@ def test_damaged_file_error_names_file_and_remedy(memory: str, name: str, conten
     store = CheckpointStore(memory)
     write(store, 1)
     write(store, 2)
-    write_atomically(location(memory) / "global_step_2" / name, content)
+    replace_file(location(memory) / "global_step_2" / name, content)
     with pytest.raises(CheckpointError, match=f"{words}.*trainer.resume_path={memory}/global_step_1"):
         local_files(store.find(latest()) or pytest.fail())
 
@@ -330,7 +330,7 @@ async def test_ranks_upload_own_files_and_download_each_file_once(
 
         victim = found.folder / "policy" / sorted(names[1])[-1]
         size = list_sizes(found.folder / "policy")[victim.name]
-        write_atomically(victim, b"x" * size)
+        replace_file(victim, b"x" * size)
         way_out = f"resume_path={bucket}/global_step_2"
         with pytest.raises(CheckpointError, match=f"{victim.name} is corrupted.*{way_out}"):
             await load_group(group, found)
