@@ -83,7 +83,7 @@ class Rubric:
         self.arguments = (*ARGUMENTS, *arguments)
         self._check()
         self._wanted = {part.name: _get_argument_names(part, self.arguments) for part in self.parts}
-        # The gate is asked first.
+        # The gate is evaluated first.
         self._order = sorted(self.parts, key=lambda part: part.name != gate)
 
     def _check(self) -> None:

@@ -66,7 +66,7 @@ class Wait:
     who: str
     what: str
     on: str
-    """Those who are waited for, separated by commas, or an address or file; empty for work."""
+    """What the process waits for: roles separated by commas, or an address or file; empty for work."""
     began: float
     ended: float = 0.0
     """0: it lasts."""

@@ -91,5 +91,7 @@ def move_into_place(partial: Path, place: Path) -> None:
         place.rename(aside)
         partial.rename(place)
         aside.rename(partial)
-    fsync_folder(place.parent)  # before the old folder goes: a power cut must not bring back its name without it
+    fsync_folder(
+        place.parent
+    )  # before the old folder is deleted: after a power loss its name must not exist without its content
     shutil.rmtree(partial)

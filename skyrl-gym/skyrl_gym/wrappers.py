@@ -72,7 +72,7 @@ class Wrapper(Env[ConversationType, str]):
         return metrics
 
     def __getattr__(self, name: str) -> Any:
-        # Only what is found nowhere else comes here. `env` itself is missing while a copy is being made.
+        # Called only for attributes that are not found otherwise. `env` itself is missing while a copy is being made.
         if name == "env" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.env, name)

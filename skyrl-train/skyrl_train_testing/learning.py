@@ -197,7 +197,7 @@ class Apprentice:
         """Collate episodes into the trainer's tensors."""
         sequences, attention_mask, response_mask, rewards, loss_mask, log_probs = (
             convert_prompts_responses_to_batch_tensors(
-                SimpleNamespace(pad_token_id=0),  # type: ignore[arg-type]  # all that is asked of a tokenizer
+                SimpleNamespace(pad_token_id=0),  # type: ignore[arg-type]  # the only attribute of the tokenizer that is used
                 [episode.prompt for episode in episodes],
                 [episode.response for episode in episodes],
                 [episode.rewards for episode in episodes],

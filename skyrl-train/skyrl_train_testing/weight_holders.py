@@ -170,7 +170,7 @@ class HolderProcesses(EngineHandles):
         self._timeout_seconds = usual
 
     def restart(self, index: int) -> None:
-        """End a process, if it still lives, and start another in its place."""
+        """Terminate a process, if it is alive, and start a replacement."""
         self.processes[index].kill()
         self.processes[index].join(10)
         self._pipes[index], self.processes[index] = self._start_process()
@@ -227,7 +227,7 @@ class HolderProcesses(EngineHandles):
 
 
 def _serve(pipe: Connection, make_holder: Callable[[], Any]) -> None:
-    """Answer calls one after the other until the other end is gone."""
+    """Execute calls sequentially until the other end is closed."""
     torch.set_num_threads(1)
     holder = make_holder()
     while True:

@@ -1,4 +1,4 @@
-"""Turns of a model as tokens, and the training rows they make. Knows no tokenizer and no agent."""
+"""Turns of a model as tokens, and the training rows they make. Independent of tokenizers and agents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Pool of a fixed number of environments, each used by one trajectory at a time. Knows no stages."""
+"""Pool of a fixed number of environments, each used by one trajectory at a time. Independent of stages."""
 
 import asyncio
 import heapq

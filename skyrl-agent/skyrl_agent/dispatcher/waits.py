@@ -1,4 +1,4 @@
-"""Waits with deadlines. Knows no trajectories."""
+"""Waits with deadlines. Independent of trajectories."""
 
 import asyncio
 import logging

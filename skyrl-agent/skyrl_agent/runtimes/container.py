@@ -42,8 +42,10 @@ while [ $misses -lt 60 ]; do
     sleep 1
 done
 """
-"""Process 1: deaf to the commands beside it, and ends the container when the lease was not renewed for so long. What it
-runs may be killed at any moment, with the processes that a command left: no output says nothing, unless it goes on."""
+"""Process 1: ignores signals of the commands in the container, and ends the container when the lease was not renewed
+for so long. What it runs may be killed at any moment, with the processes that a command left: no output says nothing,
+unless it goes on.
+"""
 LIMITED = 'ulimit -c 0; ulimit -t "$1" && ulimit -f "$2" && shift 2 && exec "$@"'
 WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1"'
 READ = 'test -e "$1" || exit 4; test -f "$1" || exit 5; head -c "$2" "$1"'

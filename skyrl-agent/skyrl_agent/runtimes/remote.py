@@ -275,7 +275,7 @@ ServerReply = RuntimeState | CommandState
 
 
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses of what stands before a server that is away for a moment."""
+"""Statuses that a proxy returns while a server is temporarily unavailable."""
 _NO_ANSWER = "no server responds: {}; start one there with `python -m skyrl_agent.services.runtime`"
 _NO_SERVER = "the server there is not a runtime server: {}"
 

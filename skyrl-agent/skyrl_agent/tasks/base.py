@@ -1,4 +1,4 @@
-"""Base class of tasks: instruction, runtime, and evaluation of the result. Knows no agent, no model."""
+"""Base class of tasks: instruction, runtime, and evaluation of the result. Independent of agents and models."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -135,7 +135,7 @@ class BaseTask:
             runtime: as for `evaluate_original`.
 
         Raises:
-            TaskRowError: they do not, so there is no verdict on the agent.
+            TaskRowError: they do not, so the agent cannot be graded.
         """
         if (solution := self.solution(instance)) is not None:
             solved = TrajectoryResult(finish_reason=FINISH, results=solution)

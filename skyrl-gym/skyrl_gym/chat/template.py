@@ -1,4 +1,4 @@
-"""Chat templates: messages to text and token ids. Knows no state of a conversation."""
+"""Chat templates: messages to text and token ids. Independent of conversation state."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache

@@ -68,7 +68,7 @@ def _check_episode(subject: Subject) -> Iterator[Finding]:
         prompt = copy.deepcopy(example.prompt)
         with subject.make(example) as run:
             given = copy.deepcopy(prompt)
-            # Without a seed of ours: a solution may be one of the row's own seed.
+            # Without a seed: a solution may belong to the row's own seed.
             first = subject.call("init", run.episode.init, given)
             yield from check_messages("init", first)
             if given != prompt and given is not first:

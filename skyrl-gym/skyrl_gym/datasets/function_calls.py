@@ -9,7 +9,7 @@ from skyrl_gym.envs.tool_call.prompt import system_message
 from skyrl_gym.error import TaskError
 
 ANSWERS_FOLDER = "possible_answer"
-"""Folder beside the published files, with files of the same names that hold the accepted calls."""
+"""Folder next to the published files, with files of the same names that hold the accepted calls."""
 
 _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "list": "array", "bool": "boolean"}
 """Python's type names, as used in the published schemas -> JSON's type names."""

@@ -9,7 +9,7 @@ from skyrl_gym.error import Error
 
 
 def load_hub(name: str) -> Sequence[Problem]:
-    """Load a set of the hub, named `NAME[:CONFIG]@SPLIT[#REVISION]`. Rows are read while one goes through them.
+    """Load a set of the hub, named `NAME[:CONFIG]@SPLIT[#REVISION]`. Rows are read lazily during iteration.
 
     Raises:
         Error: the package is not installed, the hub cannot be reached, or has no such set.

@@ -104,7 +104,7 @@ def read_records(path: Path) -> tuple[dict[tuple[int, int], EpisodeRecord], int]
 
     Returns: records by task and sample, and the number of bytes up to a line that a killed process left unfinished.
     """
-    # No lock: records are only appended, so a reader beside the writer sees whole lines and at most a part of the last.
+    # No lock: records are only appended, so a concurrent reader sees complete lines and at most a partial last one.
     records = {}
     whole = 0
     for line in path.read_bytes().splitlines(keepends=True):

@@ -1,6 +1,6 @@
 """Table of benchmark suites: published sets, the environment that plays them, and how models are asked.
 
-Knows no files and no network: `suite_data` finds the tasks, `suite_runs` plays them.
+Independent of files and the network: `suite_data` finds the tasks, `suite_runs` plays them.
 """
 
 import functools
@@ -34,7 +34,7 @@ class Suite:
     data_source: str | None = None
     """Value of the column `data_source` of its rows, where a file holds several sets."""
     databases: str | None = None
-    """Family of its databases, a key of `DATABASE_FOLDERS`: their folder lies below the setting `db_path`."""
+    """Family of its databases, a key of `DATABASE_FOLDERS`: their folder is below the setting `db_path`."""
     file_below_databases: str | None = None
     """Path of the published file below `db_path`."""
     needs_retrieval: bool = False
@@ -44,7 +44,7 @@ class Suite:
     num_samples: int = 1
     """Answers to each task."""
     k: int = 1
-    """The k of pass@k, beside the mean over all samples."""
+    """The k of pass@k, reported in addition to the mean over all samples."""
     temperature: float = 0.0
     top_p: float = 1.0
     max_tokens: int = 2048

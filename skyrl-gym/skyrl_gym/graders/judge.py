@@ -106,7 +106,7 @@ class Judge:
     def grade(self, question: str, reference: str, answer: str) -> Grade:
         """Return the judge's score, from 0 to 1, with its reply in `details["reply"]`; InfraError if none can be had.
 
-        A reply without a score is asked for once more; it is never taken for 0.
+        A reply without a score is requested once more; it never counts as 0.
         """
         if not answer.strip():
             return Score(0.0, details={"reply": "", "reason": "the answer is empty, so the judge was not asked"})

@@ -39,7 +39,7 @@ class EquivalencePool:
     """Pool of at most `num_processes` processes that compare answers, started on first use.
 
     For any number of threads: who finds all processes busy waits. Closed at the interpreter's exit if not before; the
-    processes also end by themselves when this one is gone.
+        processes also exit when this one has exited.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class EquivalencePool:
             process = self._end(process)
             raise
         finally:
-            # Whatever happened, the slot goes back: else threads would wait for it for ever.
+            # Release the slot in every case: otherwise threads would wait for it forever.
             self._turns.put(process)
 
     def _start(self) -> "_Process":
@@ -153,7 +153,7 @@ class _Process:
                 stderr=self._stderr,
                 bufsize=0,
                 env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is for whoever started us
+                start_new_session=True,  # Ctrl-C is handled by the parent process
             )
         except OSError as failure:
             self._stderr.close()

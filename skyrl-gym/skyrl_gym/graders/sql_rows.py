@@ -9,7 +9,7 @@ from skyrl_gym.sandbox.sqlite import QueryTimeout, Row
 
 
 def compare_sets(rows: Iterable[Row], gold_rows: Sequence[Row]) -> Score:
-    """Compare without regard to the order of rows and to how often each comes."""
+    """Compare ignoring the order of rows and their multiplicity."""
     gold, found = set(gold_rows), set()
     for row in rows:
         if row not in gold:

@@ -141,7 +141,7 @@ class FolderDeletionQueue:
                     self._thread.start()
 
     def wait(self) -> None:
-        """Wait until all are gone."""
+        """Wait until all folders are deleted."""
         self._folders.join()
 
     def _run(self) -> None:

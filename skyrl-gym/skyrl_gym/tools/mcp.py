@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PROBE_SECONDS = 5.0
 """Time that a server has to show that it is alive, after a call that it did not answer."""
 CLOSE_SECONDS = 15.0
-"""Time that a server has to end: it is asked, then sent a signal, then killed."""
+"""Time that a server has to exit: it gets a shutdown request, then a signal, then is killed."""
 MAX_PAGES = 100
 MAX_STDERR = 2000
 
@@ -78,7 +78,7 @@ class MCPToolGroup(ToolGroup):
         self._server = _ServerHandle(command, url, env, headers, start_timeout, max_restarts)
         try:
             self._tools = self._named(self._server.tools(), prefix)
-        except BaseException:  # a KeyboardInterrupt too: the server is a process that nobody else would end
+        except BaseException:  # a KeyboardInterrupt too: the server is a process that nothing else would end
             self._server.close()
             raise
         self._tool_registry = {tool: functools.partial(self._run, tool) for tool in self._tools}
@@ -330,7 +330,7 @@ class _Connection:
                 self._client = await stack.enter_async_context(Client(transport))
                 self._ready.set_result(None)
                 await self._end.wait()
-        except BaseException as failure:  # for whoever waits for the start; afterwards, calls find out by themselves
+        except BaseException as failure:  # for callers that wait for the start; later calls see the failure themselves
             if not self._ready.done():
                 self._ready.set_exception(failure if isinstance(failure, Exception) else InfraError("cancelled"))
         finally:

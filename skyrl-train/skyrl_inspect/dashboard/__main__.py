@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     server = uvicorn.Server(config)
     sockets = [config.bind_socket()]
-    sockets[0].listen()  # before the address is printed: whoever reads it may connect at once
+    sockets[0].listen()  # before the address is printed: a client may connect immediately
     port = sockets[0].getsockname()[1]
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"dashboard of {folder.path}: http://{host}:{port}/", flush=True)

@@ -154,7 +154,9 @@ class Catalog:
         return {path: self._folder.state(join(run, path)) for path in paths}
 
     def _is_killed(self, run: str) -> bool:
-        """Return True if the record of the run's driver, which is deleted at its end, is of a process that is gone."""
+        """Return True if the record of the run's driver, which is deleted at its end, belongs to a process that has
+        exited.
+        """
         waits = join(run, "waits")
         with contextlib.suppress(NotBelowError, OSError, ValueError):
             for entry in self._folder.entries(waits):

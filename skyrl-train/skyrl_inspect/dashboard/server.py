@@ -117,7 +117,7 @@ async def _compute_in_thread(answer: Callable[[Request], Response], request: Req
         return JSONResponse({"error": str(error)}, 404)
     except BadQueryError as error:
         return JSONResponse({"error": str(error)}, 400)
-    except OSError as error:  # the disk of the runs is away
+    except OSError as error:  # the disk of the runs is unavailable
         return JSONResponse({"error": f"{error.strerror}"}, 503)
 
 

@@ -52,8 +52,9 @@ class StepTrajectories:
         return json.dumps(agent_files.to_row(record) | {"branches": agent_files.compute_branches(record)}).encode()
 
     def columns(self, run: str, step: int, number: int) -> JsonObject:
-        """Return what training knew of the tokens of a trajectory: `uid` and columns by name; empty if it was not
-        recorded (yet)."""
+        """Return the training data of a trajectory's tokens: `uid` and columns by name; empty if it was not recorded
+        (yet).
+        """
         path, state = self._find_file(join(run, "trajectories", get_token_columns_name(step)))
         if state is None:
             return {}

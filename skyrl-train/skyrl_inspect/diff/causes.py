@@ -1,4 +1,4 @@
-"""Likely causes of the first difference of two runs, ranked by what each can explain. Knows no files.
+"""Likely causes of the first difference of two runs, ranked by what each can explain. Independent of files.
 
 A cause must be able to change the part of the step in which the runs part (`effects`): what takes effect later explains
 nothing, what takes effect earlier would have shown there. The size of the gap and the kind of the difference (another

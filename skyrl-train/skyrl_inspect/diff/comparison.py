@@ -1,4 +1,4 @@
-"""Comparison of two runs as one object, which text, page and JSON show. Knows no form of showing it."""
+"""Comparison of two runs as one object, which text, page and JSON show. Independent of the output format."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -206,7 +206,7 @@ def _collect_evidence(a: RecordedRun, b: RecordedRun, difference: Difference) ->
     row_differs, same_rows = None, False
     if data_a is not None and data_b is not None and data_a.in_order != data_b.in_order:
         same_rows = data_a.content == data_b.content
-        number = (difference.uid or "").partition("#")[0]  # a prompt that comes twice in a step has a suffix
+        number = (difference.uid or "").partition("#")[0]  # a prompt that occurs twice in a step has a suffix
         if number.isdigit() and data_a.num_rows == data_b.num_rows:
             row_differs = any(int(number) in rows for rows in find_differing_rows(data_a, data_b))
     before = [run.hashes.get(max(0, difference.step - 1)) for run in (a, b)]

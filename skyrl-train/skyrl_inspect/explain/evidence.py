@@ -30,7 +30,7 @@ _STILL_SECONDS = 0.1
 """A file of stacks that did not grow for so long is complete."""
 
 _TOOL_SECONDS = 8.0
-"""Deadline of a program that is asked for the state of GPUs or of Ray."""
+"""Timeout of programs that report the state of GPUs or of Ray."""
 
 _LOG_LINES = 8
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")

@@ -1,6 +1,6 @@
 """Requests to an engine: answers under several sampling settings, and the log-probs of fixed tokens.
 
-Knows engines by their interface only. What comes back is plain lists, so that it can come from another process.
+Knows engines by their interface only. Results are plain lists, so that they can be sent by another process.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class EngineAnswers:
     gives none of prompts."""
 
     refused: dict[str, str] = field(default_factory=dict)
-    """A sampling setting, or `canary` -> why there is no answer."""
+    """A sampling setting, or `canary` -> reason of a missing completion."""
 
 
 async def send_questions(engine: InferenceEngineInterface, questions: Questions) -> EngineAnswers:

@@ -57,7 +57,7 @@ class _Tokens:
 
 
 def find_best_explanation(reference: Reference, answers: Answers, sampling: Sampling) -> Explanation | None:
-    """The mistake that comes nearest to the engine's log-probs of these answers; None if they have no numbers."""
+    """The mistake that explains the engine's log-probs of these completions best; None if they have no numbers."""
     tokens = _collect_tokens(reference, answers)
     if tokens is None:
         return None

@@ -123,7 +123,7 @@ def compute_model_shape(
         overrides: fields of the config to replace.
         is_critic: without an output layer over the vocabulary.
     """
-    import torch  # optional and heavy, as transformers: whoever plans from numbers needs neither
+    import torch  # optional and heavy, like transformers: planning from numbers needs neither
     from transformers import AutoModel, AutoModelForCausalLM
 
     from skyrl_train.models.weight_files import get_transformer_blocks

@@ -15,7 +15,7 @@ Schedule = tuple[Order, OnStale]
 SCHEDULES: tuple[Schedule, ...] = (("exact", "regenerate"), ("finished", "regenerate"), ("finished", "mask"))
 
 _NUM_DRAWS = 7
-"""Simulations of a schedule that generates groups anew."""
+"""Simulations of a schedule that regenerates groups."""
 
 _NEAR = 0.97
 """Share of the highest throughput from which a choice is as good."""

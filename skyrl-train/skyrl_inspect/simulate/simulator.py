@@ -50,8 +50,8 @@ class Costs:
     """Time for which engines pause at each weight sync."""
 
     repeatability: float = 1.0
-    """Probability that a group which is generated anew takes as long as before; otherwise it takes as long as another
-    group. In a measured run: the share of the variance of samples' durations that lies between prompts."""
+    """Probability that a regenerated group takes as long as before; otherwise it takes as long as another
+    group. In a measured run: the fraction of the variance of samples' durations between prompts."""
 
 
 @dataclass

@@ -3,7 +3,7 @@
 A file is named by a fingerprint of everything that determines its content (the source's content, tokenizer, chat
 template, settings, versions, this code), and is written atomically: concurrent runs write the same file one after the
 other. Datasets of `datasets` would infer types of JSON columns again (rows would change), hide errors of a row behind
-their own, and parallelize by forking next to a tokenizer's threads. Knows no chat messages.
+their own, and parallelize by forking next to a tokenizer's threads. Independent of chat messages.
 """
 
 import errno

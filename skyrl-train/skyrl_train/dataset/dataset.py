@@ -1,4 +1,4 @@
-"""Prompts from files or the hub, as rows for a generator. Knows no batches and no epochs."""
+"""Prompts from files or the hub, as rows for a generator. Independent of batches and epochs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

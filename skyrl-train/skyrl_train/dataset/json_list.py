@@ -1,4 +1,4 @@
-"""Streaming reader of a JSON list: a file of one list may be larger than memory. Knows no rows."""
+"""Streaming reader of a JSON list: a file of one list may be larger than memory. Independent of dataset rows."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Rows of files and of hub datasets, read in chunks. Knows no tokenizer."""
+"""Rows of files and of hub datasets, read in chunks. Independent of tokenizers."""
 
 import hashlib
 import json

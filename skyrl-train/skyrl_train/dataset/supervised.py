@@ -1,4 +1,4 @@
-"""Demonstrations and preference pairs as token ids, with a mask of trained tokens. Knows no batches and no workers."""
+"""Demonstrations and preference pairs as token ids with a training mask. Independent of batches and workers."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence

@@ -42,7 +42,7 @@ class BatchMetadata:
     batch with the same number is sampled the same. None: `global_step`."""
 
     weight_version: int | None = None
-    """Version of the weights that the engines should have by now; None if nobody gave them any."""
+    """Version of the weights that the engines should have by now; None if they have received none."""
 
     @property
     def seed(self) -> int | None:

@@ -50,7 +50,7 @@ class TokenStream:
         return params | {"max_tokens": size, "min_tokens": min(size, params.get("min_tokens") or 0)}
 
     def is_end_of_segment(self, part: Completion) -> bool:
-        """Return whether a call ended only because of its piece's budget."""
+        """Return whether a call ended only because of its segment's budget."""
         return part.stop_reason == "length" and len(part.token_ids) == self.piece
 
     def send(self) -> None:

@@ -40,7 +40,7 @@ class TokenCertificate:
     """Token-exactness certificate of a trajectory."""
 
     num_drawn: int
-    """Tokens of all answers, those that nobody used included."""
+    """Tokens of all completions, including unused ones."""
     num_trained: int
     """Tokens with loss mask 1."""
     num_exact: int

@@ -111,7 +111,7 @@ class RolloutPool:
     ) -> None:
         self._is_open = False
         # Cancelled here although the task group would cancel them after an error: after a run that ended well it would
-        # wait for groups that nobody needs any more.
+        # wait for groups that are no longer needed.
         for task in self._tasks.values():
             task.cancel()
         try:
@@ -262,7 +262,7 @@ class RolloutPool:
                 why = await asyncio.to_thread(write_explanation, late)
         finally:
             await self._cancel_generation(ticket, generation)
-        # From here to the end there is no await: journal, queue and scheduler change together.
+        # No await from here to the end: journal, queue and scheduler change atomically.
         self._count_time()
         del self._tasks[ticket]
         if is_late:

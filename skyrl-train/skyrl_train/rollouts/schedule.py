@@ -211,7 +211,7 @@ class GroupScheduler:
         """Return the tickets of the next training step without changing state; None if some of them still run or there
         are fewer than M groups."""
         num, finished = self.limits.groups_per_step, self._state.finished
-        # Asked after each end of a group: while those run that it waited for, the answer is the same.
+        # Called after each finished group; the result is the same while the groups that it waits for are running.
         if len(finished) < num or (self._awaited and self._awaited <= self._running.keys()):
             return None
         self._awaited = set()

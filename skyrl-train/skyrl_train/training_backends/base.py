@@ -1,7 +1,7 @@
 """Interface of a training backend, which loads, shards, scores, steps and stores one rank of a model.
 
-A backend knows no algorithm: it is given an objective, which maps scores of a micro-batch to a loss. An objective knows
-no rank: the backend shards, scales and gathers.
+A backend is independent of algorithms: it receives an objective, which maps scores of a micro-batch to a loss. An
+    objective is independent of ranks: the backend shards, scales and gathers.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Output of a process: its destination and format. Knows no Ray."""
+"""Output of a process: its destination and format. Independent of Ray."""
 
 import logging
 import os

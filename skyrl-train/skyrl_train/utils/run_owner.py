@@ -1,4 +1,4 @@
-"""Exclusive ownership of a run's folders by one driver. Knows no trainer.
+"""Exclusive ownership of a run's folders by one driver. Independent of the trainer.
 
     owner.lock   locked (`lockf`) by the driver; the kernel releases it when the driver exits
     owner.json   host, process and start time of the driver, which updates its timestamp every `HEARTBEAT_SECONDS`

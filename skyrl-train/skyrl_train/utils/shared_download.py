@@ -1,4 +1,4 @@
-"""Copy of a remote folder on this machine's disk, shared by all of its processes. Knows no models."""
+"""Copy of a remote folder on this machine's disk, shared by all of its processes. Independent of models."""
 
 import fcntl
 import hashlib

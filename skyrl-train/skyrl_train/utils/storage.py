@@ -1,5 +1,5 @@
 """Folders and files on a file system or in an object store (`s3://`, `gs://`, any fsspec URL). The only module that
-distinguishes them; knows no checkpoints.
+distinguishes them; independent of checkpoints.
 
 Objects are written atomically but cannot be renamed: a folder there is complete once its seal file, written last,
 exists.

@@ -32,7 +32,7 @@ class EnginesHere(EngineHandles):
 
     Attributes:
         loop: the engines' event loop.
-        tamper: see `Tamper`. None: nothing goes wrong.
+        tamper: see `Tamper`. None: no fault.
     """
 
     engines: Sequence[InferenceEngineInterface]

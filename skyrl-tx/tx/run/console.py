@@ -105,7 +105,7 @@ class TenantRuns(RunsFolder):
 class _Login(NamedTuple):
     holder: Holder
     key: str
-    """Key that the server is asked with; empty if it has none."""
+    """Key for requests to the server; empty if it has none."""
     expires_at: float = inf
     """Time of `time.monotonic()`."""
 

@@ -32,7 +32,7 @@ from tx.tinker.types import SERVER
 logger = logging.getLogger(__name__)
 
 LAST_ANSWERS_SECONDS = 3
-"""Time that pending requests have when the server is told to stop."""
+"""Time that pending requests have when the server stops."""
 BACKLOG = 4096
 
 

@@ -208,8 +208,9 @@ class ModelCommand(Command, frozen=True, kw_only=True):
 
     @property
     def source_folder(self) -> str | None:
-        """Checkpoint folder that the model's state comes from. Such a command is followed by a snapshot, because the
-        checkpoint may be deleted before a replay."""
+        """Checkpoint folder that the model's state is loaded from. Such a command is followed by a snapshot, because
+        the checkpoint may be deleted before a replay.
+        """
         return None
 
     @property
@@ -486,7 +487,7 @@ class Unload(ModelCommand, frozen=True, kw_only=True):
 
     @classmethod
     def encode(cls, tenant: str, model_id: str, seq: int) -> StoredCommand:
-        """Args: seq: the model's next one, which stays unused."""
+        """Args: seq: the model's next sequence number; unused."""
         command = cls(request_id=format_request_id(model_id, "unload"), tenant=tenant, model_id=model_id, seq=seq)
         return StoredCommand(command=command, answer=orjson.dumps({"model_id": model_id, "type": "unload_model"}))
 

@@ -1,4 +1,6 @@
-"""A Gymnasium environment played through text: actions read, observations written, returns counted. Knows no turns."""
+"""A Gymnasium environment played through text: actions read, observations written, returns counted. Independent of
+turns.
+"""
 
 import copy
 import importlib

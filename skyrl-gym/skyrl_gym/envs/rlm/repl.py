@@ -169,7 +169,7 @@ class PersistentREPL:
             try:
                 self._send_context(index, time.monotonic() + START_SECONDS)
             except (OSError, TimeoutError):
-                self._stop()  # the next execution starts anew, with all contexts
+                self._stop()  # the next execution starts a new process, with all contexts
 
     def execute(self, code: str) -> REPLResult:
         """Run code. Whatever it does, this returns.

@@ -1,4 +1,4 @@
-"""The answer at work in a sandbox, and its cases put to it one by one. Knows what comes out, not what it is worth."""
+"""The answer at work in a sandbox, and its cases put to it one by one. Reports results and does not score them."""
 
 import time
 from contextlib import ExitStack
@@ -62,7 +62,7 @@ class CaseResult:
     got: str | None = None
     late: bool = False
     fatal: bool = False
-    """The process is gone: the next case needs another."""
+    """The process has exited: the next case needs a new one."""
 
 
 class DoesNotCompile(Exception):
@@ -70,7 +70,7 @@ class DoesNotCompile(Exception):
 
 
 class DoesNotLoad(Exception):
-    """The answer fails before it is asked anything."""
+    """The solution fails while it is loaded."""
 
 
 @cache

@@ -110,7 +110,7 @@ class Session:
         text = ""
         try:
             with waiting(f"the answer to {kind}", on=self.base_url, deadline=self.seconds):
-                # A full server answers and closes before it is asked, and its answer can still be read.
+                # A full server responds and closes before a request is sent; its response can still be read.
                 with suppress(WebSocketException, OSError):
                     self._socket.send(json.dumps({"type": kind, "data": data}))
                 text = self._socket.recv(timeout=self.seconds)

@@ -61,7 +61,7 @@ class OpenEnv(BaseTextEnv):
 
     The dataset row may give `base_url`, `reset` (arguments of the server's reset: a mapping or its JSON text), `seed`
     and `max_turns`. An action that the server refuses is answered with its reason; it costs a turn. A server that is
-    away, full or broken is an InfraError.
+    unavailable, full or broken is an InfraError.
     """
 
     config_class = OpenEnvConfig

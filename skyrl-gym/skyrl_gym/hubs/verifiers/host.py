@@ -20,7 +20,7 @@ from skyrl_gym.waits import waiting
 
 HARNESS = "skyrl_gym_verifiers"
 START_SECONDS = 300.0
-"""Maximum time in which an environment comes up, its shared tool servers included."""
+"""Maximum startup time of an environment, including its shared tool servers."""
 CLOSE_SECONDS = 10.0
 MODEL = "policy"
 

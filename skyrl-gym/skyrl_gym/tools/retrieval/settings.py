@@ -54,7 +54,7 @@ class RetrievalSettings:
     index: IndexKind = "bm25"
     index_path: Path | None = None
     """Folder of the index, which is built if there is none; or a faiss index file built elsewhere from the same corpus.
-    None: beside the corpus."""
+    None: next to the corpus."""
     rebuild: bool = False
     """Rebuild an existing index."""
     bm25: BM25Settings = BM25Settings()

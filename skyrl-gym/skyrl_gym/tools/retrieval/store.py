@@ -199,9 +199,9 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    """One process at a time. The lock goes with the process that holds it, however that ends."""
+    """One process at a time. The kernel releases the lock when its process exits."""
     try:
-        # A file beside the folder, which is itself renamed.
+        # A file next to the folder, because the folder itself is renamed.
         file = folder.with_name(f".{folder.name}.lock").open("w")
     except PermissionError:
         if not (folder / MANIFEST).is_file():

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API over the endpoint's chat requests. Knows no HTTP."""
+"""Anthropic's Messages API over the endpoint's chat requests. Independent of HTTP."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field

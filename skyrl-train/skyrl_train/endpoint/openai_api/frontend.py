@@ -1,7 +1,6 @@
 """The OpenAI API over any rollout engine: request JSON -> token ids -> engine -> response JSON. Independent of HTTP.
 
-Everything goes through `generate` and `stream` of `InferenceEngineInterface`, so clients can use every feature of an
-engine.
+All requests use `generate` and `stream` of `InferenceEngineInterface`, so clients can use every feature of an engine.
 """
 
 import asyncio

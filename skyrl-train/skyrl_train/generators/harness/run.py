@@ -38,7 +38,7 @@ _PRINTED_CHARACTERS = 4000
 """Of each of a program's two streams, in the trajectories file."""
 _MEBIBYTE = 1 << 20
 _FURTHER_SECONDS = 60.0
-"""Time for the start and the end of a sandbox, beside the time of a harness and of its grading."""
+"""Time for starting and stopping a sandbox, in addition to the time of a harness and its grading."""
 
 HarnessEnd = Literal["unreachable", "no_answer", "hung", "limit", "crashed", "error"]
 KINDS: dict[HarnessEnd, FailureKind] = {

@@ -100,7 +100,7 @@ class Model:
 
     @property
     def needs_no_slot(self) -> bool:
-        """True if its commands can be executed, or refused, without a place in memory to be made for it."""
+        """True if its commands can be executed, or rejected, without allocating memory for the model."""
         return self.in_memory or self.damaged is not None
 
 

@@ -9,7 +9,7 @@ from tx.tinker.http.replies import build_problem
 from tx.tinker.http.scope import IS_ADMIN, TENANT
 
 DOWNLOADS = "/api/v1/downloads/"
-"""Open to whoever has the signed address: users hand it to programs that know no key."""
+"""Open to anyone with the signed URL: users pass it to programs that know no key."""
 OPEN_PATHS = ("/healthz", "/api/v1/healthz")
 """Paths that need no key: they report only that the server is up."""
 

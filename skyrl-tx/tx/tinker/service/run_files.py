@@ -102,7 +102,7 @@ class RunFiles:
         self._not_removed: set[str] = set()
 
     def begin(self, config: EngineConfig) -> None:
-        """Write that the server starts, with its settings: without the database's URL, which may hold a password."""
+        """Log the start of the server with its settings, except the database's URL, which may contain a password."""
         settings = config.model_dump(mode="json", exclude={"database_url"})
         facts = {"trainer": {"run_name": SERVER, "policy": {"model": {"path": config.base_model}}}, "tinker": settings}
         self._submit(partial(self._write_start, SERVER, facts, "step 0: the server starts"))

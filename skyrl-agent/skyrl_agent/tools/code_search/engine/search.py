@@ -10,7 +10,7 @@ from .source import FilePattern
 
 EVERYWHERE = "**/*.py"
 CONTEXT_LINES = 20
-"""Shown before and after a line that is asked for."""
+"""Lines of context before and after a requested line."""
 MAX_SHOWN_FILES = 20
 FEW = 3
 """Number of matches up to which they are shown in full, if there is room; more are shown as signatures."""

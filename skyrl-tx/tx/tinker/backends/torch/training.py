@@ -167,8 +167,9 @@ class TorchTraining(TrainingBackend):
         return Adapter(lora, sites, self._base.device, self._base.dtype, self._rank_group)
 
     def _resolve_layout(self, folder: Path, adapter: Adapter, *, by_weights: bool) -> Adapter:
-        """Return the adapter, or an empty one in its place if experts share matrices in one of it and the checkpoint
-        alone. Args: by_weights: of `files.shares_experts`."""
+        """Return the adapter, or a new empty one if experts share matrices in only one of adapter and checkpoint. Args:
+        by_weights: of `files.shares_experts`.
+        """
         shares_experts = files.shares_experts(adapter.sites, folder, by_weights=by_weights)
         if shares_experts in (None, adapter.lora.share_experts):
             return adapter

@@ -39,14 +39,14 @@ class _SamplingBody(schemas.Body):
     seed: schemas.Int64 | None = None
     stop: str | list[str] | None = None
     user: str | None = None
-    """Noted by nobody."""
+    """Not recorded."""
 
 
 class CompletionBody(_SamplingBody):
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: schemas.Index | None = 16
     logprobs: int | None = Field(default=None, ge=0, le=0)
-    """0: those of the chosen tokens; others are not to be had."""
+    """0: only the log-probs of the chosen tokens; others are not available."""
 
 
 class ChatMessage(schemas.LenientBody):
