@@ -117,7 +117,7 @@ def sharing(self, action):
     return GoodEnv.step(self, action)
 
 
-def closing_once(self):
+def close_once(self):
     if getattr(self, "is_closed", False):
         raise ValueError("closed already")
     self.is_closed = True
@@ -175,7 +175,7 @@ BROKEN = {
         broken(step=sharing, reply=lambda s: {"role": "user", "content": shared[-2] if len(shared) > 1 else ""}),
         "different episodes|share state",
     ),
-    "close twice": (broken(close=closing_once), "a second close before init raised ValueError"),
+    "close twice": (broken(close=close_once), "a second close before init raised ValueError"),
     "close before init": (broken(close=closing_what_init_made), "close before init raised AttributeError"),
     "metrics before a step": (broken(get_metrics=lambda s: {"mean": 1 / s.turns}), "ZeroDivisionError"),
     "metrics infinite": (broken(get_metrics=lambda s: {"x": float("inf")}), "gave x = inf"),

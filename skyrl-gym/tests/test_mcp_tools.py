@@ -236,7 +236,7 @@ def test_http_server(command):
         MCPToolGroup(url=url, start_timeout=5)
     server = subprocess.Popen([*command, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_until_it_listens(port)
+        wait_until_listening(port)
         group = MCPToolGroup(url=url, timeout=10)
         assert group.call("add", {"a": 2, "b": 2}) == "4"
         assert "we have no gold" in group.call("stock_count", {"item": "gold"})
@@ -250,7 +250,7 @@ def test_http_server(command):
         server.wait(10)
 
 
-def wait_until_it_listens(port: int) -> None:
+def wait_until_listening(port: int) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         with socket.socket() as probe:

@@ -87,7 +87,7 @@ def text_of(output):
     return "\n".join(message["content"] for message in output["observations"])
 
 
-def wait_until_gone(marker):
+def wait_until_exited(marker):
     deadline = time.monotonic() + 10
     while processes_with(marker):
         assert time.monotonic() < deadline, f"still there: {processes_with(marker)}"
@@ -393,8 +393,8 @@ def test_process_starts_at_first_execution_and_ends_with_repl(make_repl):
     assert processes_with("987654321")
     repl.cleanup()
     repl.cleanup()
-    wait_until_gone("987654321")
-    wait_until_gone("4321.5")
+    wait_until_exited("987654321")
+    wait_until_exited("4321.5")
     with pytest.raises(ValueError, match="closed"):
         repl.execute("1")
 

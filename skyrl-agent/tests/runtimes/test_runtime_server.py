@@ -16,7 +16,7 @@ from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.runtimes import Limits, RuntimeSpec, make_runtime, remote
 from skyrl_agent.services import runtime as service
 
-from .runtime_places import LIMITS, eventually, long_sleep, processes_with, serving
+from .runtime_places import LIMITS, long_sleep, processes_with, serving, wait_until_true
 
 pytestmark = pytest.mark.usefixtures("needs_local")
 WISHES = {"limits": asdict(LIMITS)}
@@ -97,8 +97,8 @@ def test_missing_heartbeats_close_runtime_and_commands(server):
     with Direct(server) as runtime:
         runtime.make(lease_seconds=2.0)
         runtime.run(sleep, wait=0)
-        assert eventually(lambda: processes_with(sleep))
-        assert eventually(lambda: not processes_with(sleep))
+        assert wait_until_true(lambda: processes_with(sleep))
+        assert wait_until_true(lambda: not processes_with(sleep))
         answer = runtime.ask("GET", "/commands/command-1")
         assert problem(answer) == (410, "gone")
         assert "no heartbeat of its owner for 2 s" in answer.json()["message"]

@@ -25,7 +25,7 @@ GOOD = {"steps": [{"reward": 1.0}], "name": "good"}
 
 
 @pytest.fixture(autouse=True)
-def retry_at_once(monkeypatch):
+def retry_immediately(monkeypatch):
     monkeypatch.setattr(skyrl_gym_generator, "RETRY_DELAY_SECONDS", 0.0)
 
 

@@ -23,7 +23,7 @@ def spec(num_samples: int = 1, max_tokens: int = 400, seed: int = 1) -> SampleSp
     return random_data.spec(num_samples, max_tokens=max_tokens, seed=seed)
 
 
-async def until(holds: Any, seconds: float = 20.0) -> None:
+async def wait_until(holds: Any, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
@@ -38,7 +38,7 @@ def core_of(sampling: NativeSampling) -> Any:
 async def test_cancelled_caller_frees_rows_and_adapter(sampling_of, adapter):
     async with sampling_of(max_num_seqs=4, max_loaded_adapters=1) as sampling:
         task = asyncio.create_task(sampling.sample(spec(8), adapter(1)))
-        await until(lambda: core_of(sampling).num_running == 4)
+        await wait_until(lambda: core_of(sampling).num_running == 4)
         assert sampling.num_running() == 8
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -54,7 +54,7 @@ async def test_stopped_engine_fails_all_requests(sampling_of, adapter):
         calls = [spec(), spec(3), spec()]
         tasks = [asyncio.create_task(sampling.sample(call, None)) for call in calls]
         tasks += [asyncio.create_task(sampling.sample(spec(), adapter(index))) for index in range(3)]
-        await until(lambda: core_of(sampling).num_running == 2)
+        await wait_until(lambda: core_of(sampling).num_running == 2)
         core_of(sampling)._rows.append = None  # as if memory were corrupted
         for task in tasks:
             with pytest.raises(BackendLost, match="TypeError"):
@@ -73,7 +73,7 @@ async def test_hung_step_is_detected(sampling):
     step = core.step
     core.step = lambda **how: (go.wait(60), step(**how))[1]
     answer = asyncio.create_task(sampling.sample(spec(max_tokens=2), None))
-    await until(lambda: core.num_waiting == 1)
+    await wait_until(lambda: core.num_waiting == 1)
     end = asyncio.create_task(sampling.end_of_step())
     assert await asyncio.wait((end,), timeout=0.3) == (set(), {end})
     go.set()
@@ -84,7 +84,7 @@ async def test_hung_step_is_detected(sampling):
 async def test_closing_ends_every_call(sampling_of, adapter):
     async with sampling_of(max_num_seqs=2, max_loaded_adapters=1) as sampling:
         tasks = [asyncio.create_task(sampling.sample(spec(3), adapter(index))) for index in range(3)]
-        await until(lambda: core_of(sampling).num_running == 2)
+        await wait_until(lambda: core_of(sampling).num_running == 2)
         await sampling.close()
         for task in tasks:
             with pytest.raises(BackendLost, match="closed"):
@@ -146,7 +146,7 @@ async def test_long_samples_of_tenant_do_not_block_other_tenant(sampling_of):
     """One tenant takes 6 of 8 rows; another tenant's first request starts immediately."""
     async with sampling_of(max_num_seqs=8) as sampling:
         greedy = asyncio.create_task(sampling.sample(spec(64), None, tenant="greedy"))
-        await until(lambda: core_of(sampling).num_running == 6)
+        await wait_until(lambda: core_of(sampling).num_running == 6)
         async with asyncio.timeout(20):
             for index in range(5):
                 await sampling.sample(spec(1, 10, seed=index), None, tenant="modest")

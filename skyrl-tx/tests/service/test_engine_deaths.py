@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from scripted_engine import DIE, HANG, STICK
-from service_users import TIMEOUTS, Chain, Client, make_service, running, scripted, until
+from service_users import TIMEOUTS, Chain, Client, make_service, running, scripted, wait_until
 
 from tx.tinker.engine.process import FROM_STDIN
 from tx.tinker.service import crash_bisector
@@ -44,13 +44,13 @@ async def test_killed_engine_loses_no_request(tmp_path: Path):
 
 
 @pytest.fixture
-def suspected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def suspect_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that was there at one death is suspected: each of them takes seconds in these tests."""
     monkeypatch.setattr(crash_bisector, "DEATHS_TO_BE_SUSPECTED", 1)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("suspected_at_once")
+@pytest.mark.usefixtures("suspect_immediately")
 @STANDBY
 async def test_deadly_command_fails_and_others_complete(service: TinkerService, alice: Client, bob: Client):
     mine, his = await alice.model(), await bob.model()
@@ -94,7 +94,7 @@ async def test_request_crashing_server_is_found_after_restarts(
             alice = await Client(service).begin()
             model = await alice.model()
             deadly = await alice.step(model, 1, STICK)
-        await until(lambda service=service: service.metrics().get("engine_training_pass_seconds"))
+        await wait_until(lambda service=service: service.metrics().get("engine_training_pass_seconds"))
         await (crash(service) if together else service.close())
     async with running(tmp_path) as service:
         alice.service = service
@@ -103,7 +103,7 @@ async def test_request_crashing_server_is_found_after_restarts(
             assert error == "the engine crashed on every attempt; last error: the server crashed with it"
             assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(2).state
         else:
-            await until(lambda: service.metrics().get("engine_training_pass_seconds"))
+            await wait_until(lambda: service.metrics().get("engine_training_pass_seconds"))
             assert isinstance(await service.futures.retrieve("alice", deadly["request_id"], 0.1), TryAgain)
 
 
@@ -112,19 +112,19 @@ async def test_unrecorded_snapshots_of_dead_engine_are_removed(tmp_path: Path):
         alice = await Client(service).begin()
         model = await alice.model()
         await alice.result(await alice.train(model, 1))
-        await until(lambda: service.state.runs[model].snapshot_seq == 1)
+        await wait_until(lambda: service.state.runs[model].snapshot_seq == 1)
         folder = Path(service.state.runs[model].snapshot or "").parent
         for name in ("unrecorded", "half-written", "being-recorded"):
             (folder / name).mkdir()
         service.dispatch.recording.add(str(folder / "being-recorded"))
         service.link.send_signal(signal.SIGKILL)
-        await until(lambda: service.link.engine_generation == 2)
+        await wait_until(lambda: service.link.engine_generation == 2)
         kept = {path.name for path in folder.iterdir()}
         assert kept == {Path(service.state.runs[model].snapshot or "").name, "being-recorded"}
         assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(1).train(2).state
 
 
-@pytest.mark.usefixtures("suspected_at_once")
+@pytest.mark.usefixtures("suspect_immediately")
 @pytest.mark.slow
 async def test_hung_engine_is_replaced(alice: Client):
     base = await alice.sampler(0, base_model="tiny")
@@ -135,7 +135,7 @@ async def test_hung_engine_is_replaced(alice: Client):
     assert (await alice.result(other))["state"] == "base"
 
 
-@pytest.mark.usefixtures("suspected_at_once")
+@pytest.mark.usefixtures("suspect_immediately")
 @pytest.mark.parametrize("what", ["training pass", pytest.param("sampling step", marks=pytest.mark.slow)])
 @pytest.mark.slow
 async def test_engine_stuck_in_pass_is_replaced(tmp_path: Path, what: str):
@@ -178,7 +178,7 @@ async def test_failing_engine_start_is_retried_and_reported(tmp_path: Path):
         return [sys.executable, "-c", "import sys; print('no such disk', flush=True); sys.exit(1)"]
 
     async with running(tmp_path, command=broken) as service:
-        await until(lambda: service.link.deaths >= 3)
+        await wait_until(lambda: service.link.deaths >= 3)
         assert "exit status 1: no such disk" in (service.link.last_death or "")
         assert service.link.trouble == "the engine is being restarted: it ended with exit status 1", "clients read it"
         assert not service.fatal_config_error.is_set()
@@ -209,13 +209,13 @@ async def test_standby_process_becomes_next_engine(service: TinkerService, alice
     first = await alice.train(model, 1)
     seen = []
     for life in (1, 2):
-        await until(lambda: service.link.standby._waits)
+        await wait_until(lambda: service.link.standby._waits)
         engine, standby = pids_of(service)
         seen.append(engine)
         service.link.send_signal(signal.SIGKILL)
-        await until(lambda life=life: service.link.ready and service.link.engine_generation == life + 1)
+        await wait_until(lambda life=life: service.link.ready and service.link.engine_generation == life + 1)
         assert service.link.process.pid == standby
-    await until(lambda: service.link.standby.process)
+    await wait_until(lambda: service.link.standby.process)
     assert len({*seen, *pids_of(service)}) == 4
     assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(1).train(2).state
     assert (await alice.result(first))["state"] == Chain(model).train(1).state
@@ -228,22 +228,22 @@ async def test_unready_standby_process_is_not_awaited(tmp_path: Path):
         return [sys.executable, "-c", "import time; time.sleep(600)"] if address == FROM_STDIN else inner(address)
 
     async with running(tmp_path, command=command, standby_engine=True) as service:
-        await until(lambda: service.link.ready and service.link.standby.process)
+        await wait_until(lambda: service.link.ready and service.link.standby.process)
         _, slow = pids_of(service)
         service.link.send_signal(signal.SIGKILL)
-        await until(lambda: service.link.ready and service.link.engine_generation == 2)
+        await wait_until(lambda: service.link.ready and service.link.engine_generation == 2)
         with pytest.raises(ProcessLookupError):
             os.kill(slow, 0)
 
 
 async def test_standby_process_needs_setting(service: TinkerService):
-    await until(lambda: service.link.ready)
+    await wait_until(lambda: service.link.ready)
     assert service.link.standby is None
 
 
 async def test_closing_leaves_no_process(tmp_path: Path):
     async with running(tmp_path, standby_engine=True) as service:
-        await until(lambda: service.link.ready and service.link.standby.process)
+        await wait_until(lambda: service.link.ready and service.link.standby.process)
         pids = pids_of(service)
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -259,6 +259,6 @@ async def test_unresponsive_engine_is_killed(tmp_path: Path):
         raise AssertionError(why)
 
     link.start(lambda: None, lambda message: None, died)
-    await until(lambda: "deaf" in link.log_tail)
+    await wait_until(lambda: "deaf" in link.log_tail)
     await asyncio.wait_for(link.close(), 10)
     assert link.process is not None and link.process.returncode == -signal.SIGKILL

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from service_users import Chain, Client, refused, restarted, running, until, without_engine
+from service_users import Chain, Client, refused, restarted, running, wait_until, without_engine
 from sqlalchemy import select, update
 
 from tx.tinker.service.service import TinkerService
@@ -26,7 +26,7 @@ async def test_session_without_heartbeat_ends_and_unloads_models(tmp_path: Path)
 
         beating = asyncio.create_task(beat())
         model, other = await silent.model(), await alive.model()
-        await until(lambda: silent.session_id not in service.state.sessions and model not in service.state.runs)
+        await wait_until(lambda: silent.session_id not in service.state.sessions and model not in service.state.runs)
         await refused(410, service.sessions.heartbeat("alice", silent.session_id))
         await refused(404, silent.train(model, 1))
         assert (await alive.result(await alive.train(other, 1)))["state"] == Chain(other).train(1).state
@@ -48,7 +48,7 @@ async def test_any_request_keeps_session_alive(service: TinkerService):
         await asyncio.gather(trains.train(model, seq), samples.sample(base, seq))
         await service.futures.retrieve("carol", late["request_id"], 0.1)
     assert {trains.session_id, samples.session_id, polls.session_id} <= service.state.sessions.keys()
-    await until(lambda: not service.state.sessions)
+    await wait_until(lambda: not service.state.sessions)
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ async def test_results_are_kept_temporarily_after_fetch(service: TinkerService, 
         assert await alice.result(answer) == await alice.result(answer), "a lost answer is asked for again"
     await service.cleanup.flush()
     service.futures._cache.clear()
-    await until(lambda: service.state.runs[model].snapshot_seq >= 5)
+    await wait_until(lambda: service.state.runs[model].snapshot_seq >= 5)
     await service.cleanup.collect_garbage()
     for answer in (sample, passes[0]):
         await refused(410, alice.stored(answer))

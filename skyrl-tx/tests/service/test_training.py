@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from scripted_engine import FAIL
-from service_users import Chain, Client, pass_of, refused, restarted, until
+from service_users import Chain, Client, pass_of, refused, restarted, wait_until
 
 from tx.errors import Busy
 from tx.tinker.service import intake
@@ -186,7 +186,7 @@ async def test_unloaded_model_first_completes_accepted_requests(
     assert "unloaded before its earlier requests" in ((await alice.stored(accepted[2])).error or "")
     await refused(404, alice.train(model, 3))
     assert await service.models.unload("alice", model) == gone
-    await until(lambda: not list((tmp_path / "state" / "snapshots").glob("*/*")), 60)
+    await wait_until(lambda: not list((tmp_path / "state" / "snapshots").glob("*/*")), 60)
 
 
 @pytest.mark.parametrize("service", [{"max_runs_gb": 1e-9}], indirect=True)
@@ -197,10 +197,10 @@ async def test_run_folders_beyond_limit_are_removed_only_for_unloaded_models(
     for each in (model, live):
         await alice.result(await alice.step(each, 1))
     gone, stays = (tmp_path / "state" / "runs" / each.replace(":", "_") for each in (model, live))
-    await until(lambda: gone.is_dir() and stays.is_dir())
+    await wait_until(lambda: gone.is_dir() and stays.is_dir())
     await alice.result(await service.models.unload("alice", model))
     await service._remove_old_run_folders()
-    await until(lambda: not gone.exists())
+    await wait_until(lambda: not gone.exists())
     assert stays.is_dir() and (tmp_path / "state" / "runs" / "server").is_dir()
 
 

@@ -108,7 +108,7 @@ def descendants(server: ServerProcess) -> list[psutil.Process]:
     return psutil.Process(server.pid).children(recursive=True)
 
 
-def stopped_whole(server: ServerProcess, *, least: int) -> None:
+def stop_completely(server: ServerProcess, *, least: int) -> None:
     """Stop it: of its processes, which are more than `least`, none is left."""
     started, deadline = descendants(server), time.monotonic() + 30
     assert server.stop() == 0
@@ -126,7 +126,7 @@ async def test_models_are_trained_in_ray_and_sampled_by_engines(tmp_path: Path, 
             asked = {"base_model": "tiny", "prompt": {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}}
             with pytest.raises(Refused, match="target_prompt_logprobs"):
                 await client.post("asample", asked | {"target_prompt_logprobs": targets})
-        stopped_whole(server, least=3)
+        stop_completely(server, least=3)
         assert "SIGTERM received" not in server.tail(), "Ray took the signal"
 
 
@@ -145,7 +145,7 @@ async def test_vllm_serves_adapters(tmp_path: Path):
                 await Model.new(client, "tiny", rank=8, train_unembed=True)
             await two_models_learn_and_answer(client)
             await check_topk_prompt_logprobs_agree_with_scores(client)
-        stopped_whole(server, least=5)
+        stop_completely(server, least=5)
 
 
 @pytest.mark.full
