@@ -184,7 +184,7 @@ def test_crashed_server_error_has_log_tail_and_server_restarts(command):
         for _ in range(2):  # once, and one restart
             with pytest.raises(InfraError, match="out of coffee"):
                 group.call("crash", {})
-        with pytest.raises(InfraError, match="died 2 times"):
+        with pytest.raises(InfraError, match="crashed 2 times"):
             group.call("add", {"a": 1})
 
 

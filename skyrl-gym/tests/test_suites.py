@@ -274,7 +274,7 @@ def test_suite_without_file_is_read_from_hub_or_given_data_set(tmp_path):
         ),
         (["gsm8k", "--env-config", '{"topk": 3}'], "--env-config: no environment of these suites has a setting 'topk'"),
         (["gsm8k", "--data", "gsm8=x.jsonl"], "--data gsm8=x.jsonl: there is no suite 'gsm8'; did you mean gsm8k?"),
-        (["gsm8k", "--data", "x.jsonl"], "--data x.jsonl: there is no such file or folder"),
+        (["gsm8k", "--data", "x.jsonl"], "--data x.jsonl: no such file or folder"),
         (["gsm8k", "--data", "gsm8k=x.jsonl"], "--data: no such file x.jsonl"),
         (["bfcl_simple"], "no file for suite bfcl_simple: .*--data bfcl_simple=FILE"),
         (["gsm8k", "--pass-k", "4"], "suite gsm8k: --pass-k 4 needs at least 4 samples"),
@@ -292,7 +292,7 @@ def test_retrieval_server_is_probed_once_before_any_episode(tmp_path):
     data = write(tmp_path / "nq.jsonl", [{"question": "?", "answer": "a"}])
     url = unused_url()
     with pytest.raises(
-        Error, match=f"the retrieval server at {url} does not answer: .*python -m skyrl_gym.tools.retrieval"
+        Error, match=f"the retrieval server at {url} does not respond: .*python -m skyrl_gym.tools.retrieval"
     ):
         plan_suites(["nq"], [str(data)], tmp_path / "out", ASKED | {"env_config": {"search_url": url}})
     assert not (tmp_path / "out").exists()

@@ -90,11 +90,11 @@ async def test_only_generating_requests_use_session_turns(chat_engine, chat_mode
             await ask(n=3)
         scores = await ask(max_tokens=0, echo=True, logprobs=0)
         assert scores.choices[0].text == "ab"
-        with pytest.raises(openai.PermissionDeniedError, match="1 turns is used up"):
+        with pytest.raises(openai.PermissionDeniedError, match="1 turns is exhausted"):
             await ask(prompt=["a", "b"])
         answer = await ask(extra_body={"ignore_eos": True})
         assert answer.usage.completion_tokens == 5
-        with pytest.raises(openai.PermissionDeniedError, match="1 turns is used up"):
+        with pytest.raises(openai.PermissionDeniedError, match="1 turns is exhausted"):
             await ask(stream=True)
     taken = recorder.take_record("s")
     assert (taken.num_admitted, taken.num_answered, taken.num_generated) == (1, 1, 5)

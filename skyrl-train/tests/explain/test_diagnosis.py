@@ -121,8 +121,8 @@ def test_computing_ranks_report_line_and_collective_count():
 @pytest.mark.parametrize(
     "on, more, words",
     [
-        ("lock /runs/x.lock", {"lock_holders": {"/runs/x.lock": ["pid 77 (rsync), which is not of this run"]}},
-         "pid 77 (rsync), which is not of this run holds the lock /runs/x.lock"),
+        ("lock /runs/x.lock", {"lock_holders": {"/runs/x.lock": ["pid 77 (rsync), which does not belong to this run"]}},
+         "pid 77 (rsync), which does not belong to this run holds the lock /runs/x.lock"),
         ("lock /a, b", {}, "a process on another machine holds the lock /a, b"),
         ("file /nfs/ckpts/a.safetensors", {}, "trainer (pid 1) cannot finish writing /nfs/ckpts/a.safetensors"),
         ("http://judge:8000/v1", {}, "no reply from http://judge:8000/v1"),

@@ -225,7 +225,7 @@ async def test_task_over_argument_limit_is_passed_by_file(characters: Any):
         assert (trajectory.failure, trajectory.reward) == (None, 1.0)
 
     harness = HarnessConfig(command=["sh", "agent.sh", "-t={task}"], sandbox="process")
-    message = f"has {len(long) + 2} bytes, too many for {{task}} in generator.harness.command.*Give.* {{task_file}}"
+    message = f"has {len(long) + 2} bytes, too many for {{task}} in generator.harness.command.*Pass.* {{task_file}}"
     [trajectory], _ = await trajectories_of(model, harness, [row], long)
     assert trajectory.failure is not None and re.search(message, trajectory.failure.message)
     generator = HarnessGenerator(GeneratorConfig(model_name="m", harness=harness), None, characters)
@@ -540,4 +540,4 @@ async def test_full_disk_and_unclosable_sandbox_fail_only_own_trajectory(
     monkeypatch.setattr(generator, "_FURTHER_SECONDS", 0.0)
     monkeypatch.setattr(generator.Harness, "create_sandbox", lambda *_: Stuck())
     [stuck], _ = await trajectories_of(model, replace(harness, deadline_seconds=0.2), [{}])
-    assert stuck.failure is not None and "harness hung: it could not be ended" in stuck.failure.message
+    assert stuck.failure is not None and "harness hung: it could not be terminated" in stuck.failure.message

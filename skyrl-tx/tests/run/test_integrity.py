@@ -116,5 +116,5 @@ def test_integrity_refuses_mistyped_folder_without_creating_it(tmp_path: Path, c
     assert f"no folder {tmp_path / 'stat'}; set --state-dir" in capsys.readouterr().out
     (tmp_path / "stat").mkdir()
     assert doctor.main([*options, "--integrity"]) == 1
-    assert f"there is no file {tmp_path / 'stat' / 'tx.db'}; check --state-dir" in capsys.readouterr().out
+    assert f"no file {tmp_path / 'stat' / 'tx.db'}; check --state-dir" in capsys.readouterr().out
     assert [path.name for path in tmp_path.rglob("*")] == ["stat"]

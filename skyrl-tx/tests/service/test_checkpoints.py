@@ -110,7 +110,7 @@ async def test_tenant_at_quota_is_refused_and_others_continue(
     accepted = await alice.save(model, 2, "second")
     await refused(400, alice.save(model, 3, "third"), "take 1.4e-08 GB")  # done or under way, the second counts
     await alice.stored(accepted)
-    await refused(400, alice.save(model, 4, "fourth"), r"take 1\.4e-08 GB, .* and may take 1e-08 GB .*delete some")
+    await refused(400, alice.save(model, 4, "fourth"), r"take 1\.4e-08 GB, .* of at most 1e-08 GB .*delete some")
     await alice.result(await alice.save_sampler(model, 5, sampling_session_seq_id=0))  # without a name: it will go
     await service.cleanup.measure_disks()
     metrics = service.metrics()

@@ -64,7 +64,7 @@ async def test_prompt_targets_are_checked_off_loop_and_refused_before_storage(
         await alice.result(await alice.sample(sampler, seq, target_prompt_logprobs=targets))
     here = threading.main_thread()
     assert threads[0] is here and threads[1] is not here
-    for seq, (data, says) in enumerate((([100] * 20_000, "ids below 100"), ([7] * 3, "as many numbers")), start=2):
+    for seq, (data, says) in enumerate((([100] * 20_000, "ids below 100"), ([7] * 3, "shape must have")), start=2):
         wrong = {"data": data, "shape": [2, 10_000]}
         await refused(400, alice.sample(sampler, seq, target_prompt_logprobs=wrong), says)
     assert not service.state.pending
