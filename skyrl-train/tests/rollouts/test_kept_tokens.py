@@ -53,9 +53,9 @@ def test_kept_tokens_are_in_response_rows():
         (kept([8], [9, 10], []), "trains token 2 of its response, whose kept tokens are unknown"),
         (
             kept([9, 10], [3], [8]),
-            "has token 8 at position 0 of its response, which is not among the tokens",
+            "has token 8 at position 0 of its response",
         ),  # shifted
-        (kept([8, 4], [3, 9], [5, 6]), "has token 3 at position 2 of its response, which is not among the tokens"),
+        (kept([8, 4], [3, 9], [5, 6]), "has token 3 at position 2 of its response"),
     ],
 )
 def test_token_outside_kept_tokens_raises(own: KeptTokens | None, message: str):

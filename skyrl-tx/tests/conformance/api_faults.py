@@ -142,7 +142,7 @@ def _some_key(key_of, headers):
     return key_of(headers) or "nothing"
 
 
-@fault(API, "tenants.", "tx.tinker.http.bodies:Share.check")
+@fault(API, "tenants.", "tx.tinker.http.bodies:BodyReservation.check")
 def announced_bodies_take_room(check, self, num_bytes):
     """announced sizes of bodies count as if the bytes had arrived, and a full budget locks every client out"""
     if self.intake.num_bytes.total() + num_bytes > self.intake.max_bytes:
@@ -151,7 +151,7 @@ def announced_bodies_take_room(check, self, num_bytes):
     self.num_bytes = num_bytes
 
 
-@fault(API, "tenants.", "tx.tinker.http.bodies:Share.hold", name="announced_bodies_take_room")
+@fault(API, "tenants.", "tx.tinker.http.bodies:BodyReservation.hold", name="announced_bodies_take_room")
 def _hold(hold, self, num_bytes):
     return None
 

@@ -122,7 +122,7 @@ def test_sparse_tensor_decodes_like_dense():
         ({"shape": [2**40, 2**40]}, "at most"),
         ({"shape": [3]}, "[rows, columns]"),
         ({"shape": [-3, 4]}, "[rows, columns]"),
-        ({"crow": [0, 2, 1, 3]}, "growing"),
+        ({"crow": [0, 2, 1, 3]}, "increasing"),
         ({"crow": [0, 2, 3]}, "4 numbers"),
         ({"crow": []}, "4 numbers"),
         ({"crow": [0, 2, 2, 9]}, "number of values"),

@@ -163,7 +163,7 @@ def test_image_prompt_is_refused_by_name(chunk):
         (LoadWeightsRequest, LOAD, "requires model_id and seq_id"),
         (LoadWeightsRequest, LOAD | STEP | {"session_id": "s", "model_seq_id": 0}, "requires model_id and seq_id"),
         (LoadWeightsRequest, LOAD | {"model_id": "m"}, "requires model_id and seq_id"),
-        (LoadWeightsRequest, LOAD | STEP | {"base_model": "m"}, "base_model is for a new model"),
+        (LoadWeightsRequest, LOAD | STEP | {"base_model": "m"}, "base_model is only allowed for a new model"),
         (SetTtlRequest, {"ttl_seconds": 10**12}, "ttl_seconds: Input should be less"),
         (AsampleRequest, SAMPLE | {"seq_id": None}, "seq_id requires sampling_session_id"),
         (AsampleRequest, SAMPLE | {"sampling_session_id": None}, "requires sampling_session_id and seq_id"),
