@@ -178,7 +178,7 @@ BROKEN = {
     "close twice": (broken(close=close_once), "a second close before init raised ValueError"),
     "close before init": (broken(close=closing_what_init_made), "close before init raised AttributeError"),
     "metrics before a step": (broken(get_metrics=lambda s: {"mean": 1 / s.turns}), "ZeroDivisionError"),
-    "metrics infinite": (broken(get_metrics=lambda s: {"x": float("inf")}), "gave x = inf"),
+    "metrics infinite": (broken(get_metrics=lambda s: {"x": float("inf")}), "returned x = inf"),
     "aggregate of nothing": (
         broken(aggregate_metrics=staticmethod(lambda metrics: {"x": sum(m["turns"] for m in metrics) / len(metrics)})),
         "ZeroDivisionError",

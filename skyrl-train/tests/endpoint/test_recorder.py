@@ -195,13 +195,13 @@ async def test_full_context_is_recoverable_by_shortening_conversation():
 
 async def test_recorder_rejects_ended_sessions():
     recorder = RequestRecorder(begun_only=True)
-    with pytest.raises(ApiError, match="not open"):
+    with pytest.raises(ApiError, match="closed"):
         await recorder.admit("a")
     recorder.begin("a", SessionRules(max_tokens=1))
     admission, waits = await recorder.admit("a"), asyncio.create_task(recorder.admit("a"))
     await asyncio.sleep(0.01)
     taken = recorder.take_record("a")
-    with pytest.raises(ApiError, match="not open"):
+    with pytest.raises(ApiError, match="closed"):
         await asyncio.wait_for(waits, 5)
     recorder.record("a", [turn([1], [2], 0)])  # a process that outlived its trajectory
     recorder.release(admission)

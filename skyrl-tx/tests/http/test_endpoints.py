@@ -189,7 +189,7 @@ async def test_every_route_needs_key_when_keys_exist(served):
         answer = await said(401, nobody.request(method, path))
         assert "X-API-Key" in answer.json()["detail"]
     stranger = await served("stranger")
-    assert "not known" in (await stranger.get("/api/v1/sessions")).json()["detail"]
+    assert "unknown" in (await stranger.get("/api/v1/sessions")).json()["detail"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

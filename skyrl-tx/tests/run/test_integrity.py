@@ -103,7 +103,7 @@ def test_integrity_changes_nothing_and_reads_older_schema(tmp_path: Path, capsys
     before = contents(tmp_path)
     assert doctor.main([*options, "--integrity"]) == 0
     printed = capsys.readouterr().out
-    assert "migrates its schema 1 at its start" in printed and "0 are intact" in printed
+    assert "migrates its schema 1 at startup" in printed and "0 are intact" in printed
     after = contents(tmp_path)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     assert changed <= {"state/tx.db-shm"}, "shared memory of sqlite, created for the log of a killed server"

@@ -194,8 +194,8 @@ async def test_deleting_session_deletes_samplers(service: TinkerService, alice: 
 async def test_sampler_number_is_used_once(service: TinkerService, alice: Client, model: str):
     await alice.train(model, 2)  # holds back nothing, but is not done: 1 is missing
     promised = await alice.save_sampler(model, 3, sampling_session_seq_id=9)
-    await refused(400, alice.save_sampler(model, 4, sampling_session_seq_id=9), "is taken")
-    await refused(400, alice.sampler(9, base_model="tiny"), "is taken")
+    await refused(400, alice.save_sampler(model, 4, sampling_session_seq_id=9), "is in use")
+    await refused(400, alice.sampler(9, base_model="tiny"), "is in use")
     assert isinstance(await service.futures.retrieve("alice", promised["request_id"], 0.1), TryAgain)
     await alice.train(model, 1)
     assert (await alice.result(promised))["sampling_session_id"] == f"{alice.session_id}:sample:9"

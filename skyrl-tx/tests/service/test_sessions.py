@@ -79,7 +79,7 @@ async def test_accepted_requests_complete_after_restart(alice: Client, model: st
         for seq in (1, 2, 3):
             assert (await alice.result(answers[seq]))["state"] == chain.train(seq).state
         assert (await alice.result(sample))["state"] == "base"
-        await refused(400, alice.sampler(0, base_model="tiny"), "is taken")
+        await refused(400, alice.sampler(0, base_model="tiny"), "is in use")
         await alice.train(model, 4)
         assert (await alice.result(answers[5]))["state"] == chain.train(4).train(5).state
         sampler = (await alice.result(saving))["sampling_session_id"]
