@@ -25,7 +25,7 @@ def spider(test_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_examples_register_goes_with_them() -> Iterator[None]:
+def unregister_example_components() -> Iterator[None]:
     """Remove the losses and estimators of examples that a module has imported: other tests look at all there are, and
     send them to ranks, which cannot import an example."""
     from composed_scripts import EXAMPLE_ENTRY_POINTS

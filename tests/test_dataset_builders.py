@@ -318,7 +318,7 @@ def test_text2sql_skips_empty_results_and_keeps_prepared_rows(tmp_path):
     assert row == ready | {"env_class": "text2sql"}
     turn = f"<think>I know.</think><solution>{queries[0]}</solution>"
     assert play(row, [turn], {"db_path": str(tmp_path)}).total_reward == 1.0
-    with pytest.raises(DataError, match=r"no database at .*--data"):
+    with pytest.raises(DataError, match="--data"):
         build("text2sql/text2sql_dataset.py", tmp_path, "--input", tmp_path, "--db_path", tmp_path / "elsewhere")
 
 
@@ -340,7 +340,7 @@ def test_text2sql_evaluation_sets_keep_all_published_questions(tmp_path):
     assert [(row["data_source"], row["reward_spec"]["ground_truth"]) for row in rows] == [("dk", q) for q in queries]
     schema = "CREATE TABLE animal (name TEXT);"
     assert rows[0]["prompt"][0]["content"] == words.format(schema, "\nNote: Two.\n", "Which beasts?")
-    with pytest.raises(DataError, match=r"the first prompt has no 'Database Schema:' before 'This schema describes'"):
+    with pytest.raises(DataError, match="'Database Schema:'"):
         load_script(EXAMPLES / "text2sql/text2sql_dataset.py").template_of("Question: which?", "rows")
 
 

@@ -57,7 +57,7 @@ def test_misspelled_setting_in_script_is_detected(tmp_path):
     script = tmp_path / "run_wrong.sh"
     script.write_text('"$PYTHON" -m skyrl_train.entrypoints.main_base trainer.algorithm.eps_clp_high=0.28 "$@"\n')
     (command,) = commands_of(script, tmp_path)
-    with pytest.raises(ConfigError, match=r"eps_clp_high; did you mean trainer.algorithm.eps_clip_high"):
+    with pytest.raises(ConfigError, match=r"trainer\.algorithm\.eps_clip_high"):
         checked_config(command)
 
 
@@ -66,7 +66,7 @@ def test_misspelled_task_file_key_is_detected(tmp_path):
     script = tmp_path / "run_wrong.sh"
     script.write_text(f'"$PYTHON" -m {AGENT_EVALUATION} {tmp_path / "task.yaml"} "$@"\n')
     (command,) = commands_of(script, tmp_path)
-    with pytest.raises(TaskFileError, match=r"did you mean generator.max_iterations"):
+    with pytest.raises(TaskFileError, match=r"generator\.max_iterations"):
         checked_config(command)
 
 

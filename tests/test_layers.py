@@ -214,10 +214,10 @@ ENTRY_POINTS = ["main_base", "main_generate", "main_sft", "main_dpo", "serve"]
 
 def imports_of(path: Path, package: str = "skyrl_train") -> set[str]:
     """Modules of a package that a file imports when it is imported."""
-    return {name for name in all_imports_of(path) if name.startswith(f"{package}.")}
+    return {name for name in iter_imports(path) if name.startswith(f"{package}.")}
 
 
-def all_imports_of(path: Path, for_types: bool = False) -> set[str]:
+def iter_imports(path: Path, for_types: bool = False) -> set[str]:
     """Modules that a file imports when it is imported (not those it imports later, inside functions)."""
     found = set()
     pending: list[ast.AST] = list(ast.parse(path.read_text()).body)
@@ -255,7 +255,7 @@ def test_modules_do_not_import_each_other_for_types(package, layers):
         (part_of(module, parts), part_of(name, parts))
         for module, path in modules_of(package).items()
         if module != LEADS_UPWARD
-        for name in all_imports_of(path, for_types=True)
+        for name in iter_imports(path, for_types=True)
     }
     assert not [(a, b) for a, b in edges if a and b and a < b and (b, a) in edges]
 
@@ -298,9 +298,9 @@ def test_few_modules_import_trainer(package, except_in):
 
 def test_conformance_suite_and_server_are_independent():
     for path in (SERVER.parent / "tx_conformance").rglob("*.py"):
-        assert not {name for name in all_imports_of(path) if re.match(r"(tx|skyrl_\w+)(\.|$)", name)}, path
+        assert not {name for name in iter_imports(path) if re.match(r"(tx|skyrl_\w+)(\.|$)", name)}, path
     for path in SERVER.rglob("*.py"):
-        assert "tx_conformance" not in {name.partition(".")[0] for name in all_imports_of(path)}, path
+        assert "tx_conformance" not in {name.partition(".")[0] for name in iter_imports(path)}, path
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_runtime_packages_import_neither_test_kit_nor_inspection(package, may_im
     for root in (PACKAGE, INSPECT, SERVER, AGENTS, GYM):
         for path in root.rglob("*.py"):
             if not any(path.is_relative_to(folder) for folder in may_import):
-                assert package not in {name.partition(".")[0] for name in all_imports_of(path)}, path
+                assert package not in {name.partition(".")[0] for name in iter_imports(path)}, path
 
 
 def test_no_circular_imports():
@@ -353,7 +353,7 @@ def test_entry_points_import_no_ray(entry_point):
         if module in seen or not file.exists():
             continue
         seen.add(module)
-        assert "ray" not in {name.partition(".")[0] for name in all_imports_of(file)}, f"{module} imports ray"
+        assert "ray" not in {name.partition(".")[0] for name in iter_imports(file)}, f"{module} imports ray"
         pending += imports_of(file)
     assert len(seen) > 50
 

@@ -169,7 +169,7 @@ def assert_signs(views: dict[str, RunView]) -> None:
     assert signs["healthy"] == []
     assert all(len(signs[name]) == 1 for name in RUNS[1:]), signs
     assert all(signs[name][0].startswith(beginning) for name, beginning in beginnings.items()), signs
-    assert signs["c"][0].endswith("cut off at the length limit."), signs
+    assert signs["c"][0].endswith("truncated at the length limit."), signs
 
 
 def assert_causes(views: dict[str, RunView]) -> None:

@@ -16,14 +16,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dataset_files import build, make_parser
 
-from skyrl_gym.datasets.function_calls import answers_beside, bfcl_row
+from skyrl_gym.datasets.function_calls import bfcl_row, load_accepted_calls
 
 
 def main(argv: list[str] | None = None) -> None:
     options = make_parser(__doc__, "~/data/tool_call", (None, None)).parse_args(argv)
     folders_and_files = [path.expanduser() for path in options.input or []]
     files = [file for path in folders_and_files for file in (path.iterdir() if path.is_dir() else [path])]
-    answers = {name: calls for file in files for name, calls in answers_beside(file).items()}
+    answers = {name: calls for file in files for name, calls in load_accepted_calls(file).items()}
     build(options, functools.partial(bfcl_row, answers=answers), ("id", "question", "function"))
 
 

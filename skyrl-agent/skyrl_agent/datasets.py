@@ -21,7 +21,7 @@ def read_rows(path: str | Path) -> list[Row]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"{path} must hold a list of JSON objects, or one JSON object a line")
+        raise ConfigError(f"{path} must contain a list of JSON objects, or one JSON object per line")
     if not rows:
         raise ConfigError(f"{path} has no rows")
     return [row for row in rows if isinstance(row, dict)]
@@ -31,7 +31,7 @@ def _read_parquet(file: Path) -> list[object]:
     try:
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
-        raise ValueError("reading .parquet needs pyarrow, which is not installed; .jsonl needs nothing") from error
+        raise ValueError("reading .parquet needs pyarrow, which is not installed; .jsonl does not need it") from error
     return [remove_null_fields(row) for row in pyarrow.parquet.read_table(file).to_pylist()]
 
 

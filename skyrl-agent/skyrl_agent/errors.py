@@ -1,4 +1,4 @@
-"""Errors of this package, by who can fix them. Imports nothing of ours but the gym's."""
+"""Errors of this package, by who can fix them. Imports no other package of this repository than the gym."""
 
 from skyrl_gym.error import InfraError
 

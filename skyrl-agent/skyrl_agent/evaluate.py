@@ -62,7 +62,7 @@ class Summary:
     def __str__(self) -> str:
         without = "".join(f", {count} {reason}" for reason, count in self.failures.items())
         missing = self.num_wanted - self.num_scored - sum(self.failures.values())
-        return f"{self.num_scored} of {self.num_wanted} trajectories are scored{without}, {missing} not begun"
+        return f"{self.num_scored} of {self.num_wanted} trajectories are scored{without}, {missing} not started"
 
 
 class Evaluation:
@@ -106,13 +106,13 @@ class Evaluation:
             known = json.loads(self._lock.read())
         except ValueError:
             raise ConfigError(
-                f"--output {self.path}: the file exists, and no evaluation made it; name another"
+                f"--output {self.path}: the file exists and is not from an evaluation; use another file"
             ) from None
         for name in sorted({*known, *settings}):
             if known.get(name) != settings.get(name):
                 raise ConfigError(
                     f"{name} is {settings.get(name)!r}, but the trajectories in {self.path} were made with "
-                    f"{known.get(name)!r}: give another --output"
+                    f"{known.get(name)!r}: set another --output"
                 )
 
     def results(self) -> dict[tuple[int, int], TrajectoryResult]:
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cfg = load_task_file(options.task)
         name = options.tokenizer or cfg.generator.backend_config.get("model_name")
         if name is None:
-            raise ConfigError("--tokenizer must name the model's tokenizer: generator.backend_config has no model_name")
+            raise ConfigError("--tokenizer is required, because generator.backend_config has no model_name")
         path = options.output or cfg.output.trajectories or _get_default_output(options, cfg)
         cfg = cfg.model_copy(update={"output": cfg.output.model_copy(update={"trajectories": str(path)})})
         rows = read_rows(options.rows)[: options.limit]
@@ -229,14 +229,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stopped_by = asyncio.run(run_until_stopped(evaluation))
             summary = evaluation.summary()
     except (AgentError, OSError) as error:
-        kept = "; what is finished is kept: run again to go on" if isinstance(error, BatchFailedError) else ""
+        kept = "; finished trajectories are kept: run again to continue" if isinstance(error, BatchFailedError) else ""
         print(f"{type(error).__name__}: {error}{kept}", file=sys.stderr)
         return 2
     for metric, value in summary.metrics.items():
         print(f"{metric}: {value:.3f}")
     print(f"{summary}; written to {path}")
     if stopped_by is not None:
-        print(f"stopped by {stopped_by.name}: run again to go on", file=sys.stderr)
+        print(f"stopped by {stopped_by.name}: run again to continue", file=sys.stderr)
         return 128 + stopped_by
     return 0 if summary.is_complete else 1
 
@@ -247,14 +247,15 @@ def _build_runner(cfg: TaskFile, tokenizer: str) -> AgentRunner:
     is_folder = Path(tokenizer).expanduser().is_dir()
     if not is_folder:
         print(
-            f"loading the tokenizer {tokenizer} from the hub; --tokenizer names another, or a folder", file=sys.stderr
+            f"loading the tokenizer {tokenizer} from the hub; use --tokenizer for another one or a folder",
+            file=sys.stderr,
         )
     try:
         loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=is_folder)
     except (OSError, ValueError) as error:  # neither a folder nor on the hub, as a served model may have any name
         raise ConfigError(
-            f"no tokenizer {tokenizer!r} can be loaded; --tokenizer must name the folder or the hub's name of the "
-            f"served model's tokenizer (default: generator.backend_config.model_name): {str(error).splitlines()[0]}"
+            f"no tokenizer {tokenizer!r} could be loaded; --tokenizer must be the folder or hub name of the served "
+            f"model's tokenizer (default: generator.backend_config.model_name): {str(error).splitlines()[0]}"
         ) from error
     return AutoAgentRunner.from_task_file(cfg, None, loaded)
 
@@ -267,13 +268,13 @@ def _get_default_output(options: argparse.Namespace, cfg: TaskFile) -> Path:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_agent.evaluate",
-        description="Play a task file's agent on rows, with the model of an OpenAI-compatible server.",
-        epilog="Run the same command again to go on after an interruption, and to retry what failed.",
+        description="Evaluate a task file's agent on dataset rows with the model of an OpenAI-compatible server.",
+        epilog="Run the same command again to continue after an interruption and to retry failures.",
     )
     parser.add_argument("task", type=Path, help="task file")
-    parser.add_argument("rows", type=Path, help="its rows: .parquet, .jsonl, .json (.gz)")
-    parser.add_argument("--tokenizer", help="the served model's: a folder or a hub's name; default: model_name")
-    parser.add_argument("--limit", type=int, help="play only so many rows")
+    parser.add_argument("rows", type=Path, help="dataset rows: .parquet, .jsonl, .json (.gz)")
+    parser.add_argument("--tokenizer", help="tokenizer of the served model: a folder or hub name; default: model_name")
+    parser.add_argument("--limit", type=int, help="maximum number of rows")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: output.trajectories, else eval/*.jsonl")
     return parser
 

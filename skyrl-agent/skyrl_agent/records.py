@@ -35,7 +35,7 @@ class TrajectoryFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _write_line(self.path, line.encode("utf-8", "replace"))
         except OSError as error:
-            logger.warning("output.trajectories=%s: %s; a trajectory is not in the file", self.path, error)
+            logger.warning("output.trajectories=%s: %s; a trajectory was not written", self.path, error)
 
 
 def read_records(path: str | Path) -> Iterator[JsonObject]:
@@ -47,7 +47,7 @@ def read_records(path: str | Path) -> Iterator[JsonObject]:
             try:
                 yield json.loads(line)
             except ValueError:
-                logger.warning("%s: line %d is not a whole row and is left out", path, number)
+                logger.warning("%s: line %d is not a complete row and is skipped", path, number)
 
 
 def last_records(path: str | Path) -> dict[tuple[int, int], JsonObject]:

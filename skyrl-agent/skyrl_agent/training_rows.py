@@ -75,7 +75,7 @@ def check_batch(failures: Sequence[Failure | None], in_baseline: Sequence[bool])
     """
     if any(in_baseline) or not in_baseline:
         return
-    causes = Counter(f"{failure.stage}: {failure.message}" if failure else "no reason is known" for failure in failures)
+    causes = Counter(f"{failure.stage}: {failure.message}" if failure else "unknown reason" for failure in failures)
     cause, count = causes.most_common(1)[0]
     raise BatchFailedError(f"all {len(in_baseline)} trajectories failed, {count} of them with the cause: {cause}")
 
@@ -151,7 +151,7 @@ class _Trajectory:
 
 def _reward_failure(result: TrajectoryResult) -> Failure | None:
     if result.reward is None and get_ending(result.finish_reason).evaluated:
-        return Failure("evaluate", "reward", "it was not given a reward")
+        return Failure("evaluate", "reward", "it has no reward")
     if result.reward is not None and not math.isfinite(result.reward):
         return Failure("evaluate", "reward", f"a reward must be a finite number; got {result.reward}")
     return None

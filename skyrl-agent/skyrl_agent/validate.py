@@ -50,7 +50,7 @@ class Validator:
     def __init__(self, cfg: TaskFile, parallel: int = 4) -> None:
         self.cfg, self.task = cfg, make_task(cfg)
         if type(self.task).evaluate_original is BaseTask.evaluate_original:
-            raise ConfigError(f"task={cfg.task!r} grades final responses: it has no tests to run without an agent")
+            raise ConfigError(f"task={cfg.task!r} grades final responses and has no tests to run without an agent")
         self._turns = asyncio.Semaphore(parallel)
 
     async def validate(self, rows: Sequence[Row]) -> list[RowReport]:
@@ -72,7 +72,7 @@ class Validator:
     async def _run_row(self, instance: Instance, solution: object) -> list[str]:
         try:
             original = await self._grade(instance, None)
-            problems = ["the original passes already"] if original.reward > 0 else []
+            problems = ["the original already passes"] if original.reward > 0 else []
             if solution is None:
                 return problems + [f"not run on the original: {obstacle}" for obstacle in _format_obstacles(original)]
             solved = await self._grade(instance, solution)
@@ -81,12 +81,12 @@ class Validator:
         if solved.reward > original.reward or solved.reward == 1.0:
             return problems
         parts = ", ".join(f"{name} {value:.4g}" for name, value in solved.parts.items())
-        return [*problems, *(_format_obstacles(solved) or [f"its own solution fails: {parts}"])]
+        return [*problems, *(_format_obstacles(solved) or [f"its reference solution fails: {parts}"])]
 
     async def _grade(self, instance: Instance, solution: object) -> Judgement:
         """Grade the solution, or the unchanged instance without one, in a fresh runtime."""
         spec = self.task.evaluation_runtime_spec(instance) or self.task.runtime_spec(instance)
-        assert spec is not None, "a task with tests has a runtime"
+        assert spec is not None, "a task with tests needs a runtime"
         runtime = make_runtime(merge_spec(self.cfg.runtime, spec))
         try:
             await runtime.start()
@@ -113,7 +113,7 @@ def report(console: Console, reports: Sequence[RowReport]) -> None:
                 table.add_row(escape(found.instance_id), escape(problem))
         console.print(table)
     unsolved = sum(not found.has_solution for found in reports)
-    note = f"; {unsolved} have no solution: only their original was tried" if unsolved else ""
+    note = f"; {unsolved} have no solution: only their original was checked" if unsolved else ""
     console.print(f"{len(reports) - len(bad)} of {len(reports)} rows are good, {len(bad)} bad{note}")
 
 
@@ -121,12 +121,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_agent.validate",
-        description="Try the rows of a task: the original must fail, the row's solution pass, named tests exist.",
+        description="Validate rows of a task: the original must fail, the row's solution must pass, and named tests "
+        "must exist.",
     )
     parser.add_argument("task", type=Path, help="task file")
-    parser.add_argument("rows", type=Path, help="its rows: .parquet, .jsonl, .json (.gz)")
-    parser.add_argument("--limit", type=int, help="try only so many rows")
-    parser.add_argument("--parallel", type=int, default=4, help="rows tried at a time (default: %(default)s)")
+    parser.add_argument("rows", type=Path, help="dataset rows: .parquet, .jsonl, .json (.gz)")
+    parser.add_argument("--limit", type=int, help="maximum number of rows")
+    parser.add_argument("--parallel", type=int, default=4, help="rows checked concurrently (default: %(default)s)")
     options = parser.parse_args(arguments)
     try:
         validator = Validator(load_task_file(options.task), options.parallel)

@@ -54,7 +54,7 @@ def open_dashboard(path: str) -> int:
     file = Path(path).expanduser()
     if not file.is_file() or file.name != DASHBOARD_NAME:
         why = "the file does not exist" if not file.is_file() else f"the dashboard reads files named {DASHBOARD_NAME}"
-        print(f"{file}: {why}; name it so in output.trajectories, or leave --browser out", file=sys.stderr)
+        print(f"{file}: {why}; rename it in output.trajectories, or remove --browser", file=sys.stderr)
         return 1
     if find_spec("skyrl_train") is None:
         print("--browser needs skyrl-train: install skyrl-agent[skyrl-train]", file=sys.stderr)
@@ -138,16 +138,16 @@ def _format_number(value: float | None) -> str:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m skyrl_agent.view", description="Look at trajectories.")
-    parser.add_argument("file", help="what output.trajectories of the task file names")
-    parser.add_argument("--show", type=int, metavar="N", help="one trajectory in full")
+    parser = argparse.ArgumentParser(prog="python -m skyrl_agent.view", description="Show trajectories.")
+    parser.add_argument("file", help="the file of output.trajectories in the task file")
+    parser.add_argument("--show", type=int, metavar="N", help="show one trajectory in full")
     parser.add_argument("--browser", action="store_true", help="show the file in the dashboard (needs skyrl-train)")
-    parser.add_argument("--reason", help="only of this finish reason")
-    parser.add_argument("--instance", help="only of this instance id")
+    parser.add_argument("--reason", help="only trajectories with this finish reason")
+    parser.add_argument("--instance", help="only trajectories with this instance id")
     parser.add_argument("--min-reward", type=float)
     parser.add_argument("--max-reward", type=float)
-    parser.add_argument("--last", action="store_true", help="of an evaluation: only the last try of each trajectory")
-    parser.add_argument("--failed", action="store_true", help="only those that failed")
+    parser.add_argument("--last", action="store_true", help="only the last attempt of each trajectory of an evaluation")
+    parser.add_argument("--failed", action="store_true", help="only failed trajectories")
     return parser
 
 

@@ -83,7 +83,7 @@ class EnvSpec:
             TypeError: the arguments do not fit, or the entry point returns no `Env`.
         """
         if self.entry_point is None:
-            raise Error(f"{self.id} has no entry point, so it cannot be made")
+            raise Error(f"{self.id} has no entry point, so it cannot be created")
         # A copy: an environment that modifies its arguments must not modify the registration.
         merged = copy.deepcopy(self.kwargs) | kwargs
         creator = load_env_creator(self.entry_point)
@@ -95,7 +95,9 @@ class EnvSpec:
                 f"{failure} (while making env {self.id!r} with arguments {reprlib.repr(merged)})"
             ) from failure
         if not isinstance(env, Env):
-            raise TypeError(f"entry point of env {self.id!r} must make a skyrl_gym.Env; it made a {type(env).__name__}")
+            raise TypeError(
+                f"entry point of env {self.id!r} must create a skyrl_gym.Env; it created a {type(env).__name__}"
+            )
         # The spec of this instance recreates it, also in another process.
         env.spec = EnvSpec(id=self.id, entry_point=self.entry_point, kwargs=merged)
         return env
@@ -145,5 +147,5 @@ def load_env_creator(entry_point: EnvCreator | Callable[..., Env] | str) -> EnvC
         return entry_point
     module_name, separator, attribute = entry_point.partition(":")
     if not (module_name and separator and attribute) or ":" in attribute:
-        raise ValueError(f"entry point {entry_point!r} must read 'package.module:attribute'")
+        raise ValueError(f"entry point {entry_point!r} must have the form 'package.module:attribute'")
     return getattr(importlib.import_module(module_name), attribute)

@@ -1,4 +1,4 @@
-"""Calls of code that is not ours, which may raise anything or never come back. Knows no environments."""
+"""Calls of code that is not ours, which may raise anything or never come back. Independent of environments."""
 
 import contextvars
 import threading

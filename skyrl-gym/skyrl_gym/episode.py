@@ -111,7 +111,7 @@ def has_seed_argument(env: Env) -> bool:
 def check_messages(method: str, messages: object) -> ConversationType:
     """Chat messages as they should be. Raises ContractError."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise ContractError(f"{method} must give a list of chat messages, each with a role; got {messages!r:.200}")
+        raise ContractError(f"{method} must return a list of chat messages, each with a role; got {messages!r:.200}")
     return messages
 
 
@@ -121,16 +121,16 @@ def check_step_output(output: object) -> BaseTextEnvStepOutput:
         raise ContractError(f"step must return a dict with observations, reward, done; got {output!r:.200}")
     missing = [key for key in ("observations", "reward", "done") if key not in output]
     if missing:
-        raise ContractError(f"step must give {', '.join(missing)}; it gave {', '.join(map(str, output))}")
+        raise ContractError(f"step must return {', '.join(missing)}; it returned {', '.join(map(str, output))}")
     if to_finite(output["reward"]) is None:
-        raise ContractError(f"step must give a finite number as reward; got {describe(output['reward'])}")
+        raise ContractError(f"step must return a finite number as reward; got {describe(output['reward'])}")
     if not isinstance(output["done"], bool):
-        raise ContractError(f"step must give done as a bool; got {output['done']!r:.200}")
+        raise ContractError(f"step must return done as a bool; got {output['done']!r:.200}")
     truncated = output.get("truncated", False)
     if not isinstance(truncated, bool) or (truncated and not output["done"]):
         raise ContractError(
-            f"step must give truncated as a bool, and True only together with done (truncated without done is no end); "
-            f"got truncated {truncated!r} and done {output['done']}"
+            f"step must return truncated as a bool, and True only together with done; got truncated {truncated!r} and "
+            f"done {output['done']}"
         )
     check_messages("step", output["observations"])
     return output  # pyright: ignore[reportReturnType]

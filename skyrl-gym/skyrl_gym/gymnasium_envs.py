@@ -62,7 +62,7 @@ class GymnasiumView(gymnasium.Env[str, str]):
         self.env_config = env_config
         self.rows = list(rows) if rows is not None else _examples(env_id, env_config or {})
         if not self.rows:
-            raise Error(f"{env_id} has no examples: give dataset rows, gymnasium.make({env_id!r}, rows=[...])")
+            raise Error(f"{env_id} has no examples: pass dataset rows, gymnasium.make({env_id!r}, rows=[...])")
         self.render_mode = render_mode
         self.observation_space = AnyText()
         self.action_space = AnyText()

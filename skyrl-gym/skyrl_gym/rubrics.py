@@ -83,7 +83,7 @@ class Rubric:
         self.arguments = (*ARGUMENTS, *arguments)
         self._check()
         self._wanted = {part.name: _get_argument_names(part, self.arguments) for part in self.parts}
-        # The gate is asked first.
+        # The gate is evaluated first.
         self._order = sorted(self.parts, key=lambda part: part.name != gate)
 
     def _check(self) -> None:
@@ -91,7 +91,7 @@ class Rubric:
         if not names:
             raise ValueError("a rubric needs at least one part")
         if len(set(names)) < len(names):
-            raise ValueError(f"the parts of a rubric need different names; got {', '.join(names)}")
+            raise ValueError(f"parts of a rubric must have different names; got {', '.join(names)}")
         for setting in ("outcome", "gate"):
             value = getattr(self, setting)
             if value is not None and value not in names:
@@ -149,15 +149,13 @@ class Rubric:
         required, optional = self._wanted[part.name]
         missing = [name for name in required if name not in arguments]
         if missing:
-            raise TypeError(
-                f"rubric part {part.name!r} needs {', '.join(missing)}; score was given {_names(arguments)}"
-            )
+            raise TypeError(f"rubric part {part.name!r} needs {', '.join(missing)}; score received {_names(arguments)}")
         return part.function(**{name: arguments[name] for name in (*required, *optional) if name in arguments})
 
     def _check_arguments(self, arguments: Mapping[str, object]) -> None:
         unknown = [name for name in arguments if name not in self.arguments]
         if unknown:
-            raise TypeError(f"score was given {', '.join(unknown)}; this rubric knows {_names(self.arguments)}")
+            raise TypeError(f"score received {', '.join(unknown)}; this rubric accepts {_names(self.arguments)}")
 
 
 def _make_part(name: str, given: Any) -> Part:
@@ -175,15 +173,15 @@ def _get_argument_names(part: Part, available: Sequence[str]) -> tuple[list[str]
         elif parameter.kind is parameter.VAR_POSITIONAL:
             continue
         elif parameter.kind is parameter.POSITIONAL_ONLY:
-            raise TypeError(f"rubric part {part.name!r}: parameter {parameter.name!r} must be takeable by name")
+            raise TypeError(f"rubric part {part.name!r}: parameter {parameter.name!r} must be a keyword parameter")
         elif parameter.default is not parameter.empty:
             optional.append(parameter.name)
         elif parameter.name in available:
             required.append(parameter.name)
         else:
             raise TypeError(
-                f"rubric part {part.name!r} asks for {parameter.name!r}; there are {_names(available)}. "
-                f"Give it a default, or name it in Rubric(arguments=...)"
+                f"rubric part {part.name!r} asks for {parameter.name!r}; available: {_names(available)}. Give it a "
+                "default, or list it in Rubric(arguments=...)"
             )
     return required, list(dict.fromkeys(optional))
 
@@ -193,7 +191,7 @@ def _get_value(part: Part, grade: object) -> float:
         grade = reward_of(grade)
     number = to_finite(int(grade) if isinstance(grade, bool) else grade)
     if number is None:
-        raise TypeError(f"rubric part {part.name!r} must give a finite number or a grade; got {describe(grade)}")
+        raise TypeError(f"rubric part {part.name!r} must return a finite number or a grade; got {describe(grade)}")
     return number
 
 
@@ -203,7 +201,7 @@ def _finish_without_waiting(coroutine: Any) -> RubricResult:
         coroutine.send(None)
     except StopIteration as finished:
         return finished.value
-    raise AssertionError("a rubric of plain functions waited for something")
+    raise AssertionError("a rubric of plain functions must not await")
 
 
 def _raise_if_awaitable(part: Part, answers: list[object]) -> None:
@@ -215,7 +213,7 @@ def _raise_if_awaitable(part: Part, answers: list[object]) -> None:
             if inspect.iscoroutine(answer):
                 answer.close()
         raise TypeError(
-            f"rubric part {part.name!r} gave an awaitable; declare it `async def` or await `score_async`"
+            f"rubric part {part.name!r} returned an awaitable; declare it `async def` or await `score_async`"
         ) from None
 
 

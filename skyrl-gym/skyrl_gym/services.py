@@ -149,7 +149,7 @@ class Service:
             except TransientError as error:
                 wait = attempts.wait_after(error)
                 if label:
-                    logger.warning("%s: %s; again in %.1f s", label, error.text, wait)
+                    logger.warning("%s: %s; retrying in %.1f s", label, error.text, wait)
             self.cancelled.wait(wait)
         raise Cancelled
 
@@ -224,7 +224,7 @@ class AsyncService:
         if response.status in FAULTS_OF_THE_REQUEST:
             raise RefusedRequest(f"HTTP {response.status}: {response.text.strip()[:500]}")
         if response.status != 200:
-            raise InfraError(f"{self.url} refused: HTTP {response.status}: {response.text.strip()[:500]}")
+            raise InfraError(f"{self.url} rejected the request: HTTP {response.status}: {response.text.strip()[:500]}")
         try:
             return json.loads(response.body)
         except ValueError as failure:

@@ -1,4 +1,4 @@
-"""Hints for misspelt names, one home for all packages. Imports nothing of ours."""
+"""Hints for misspelt names, one home for all packages. Imports no other module of this repository."""
 
 import difflib
 from collections.abc import Iterable

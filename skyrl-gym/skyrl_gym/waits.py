@@ -66,7 +66,7 @@ class Wait:
     who: str
     what: str
     on: str
-    """Those who are waited for, separated by commas, or an address or file; empty for work."""
+    """What the process waits for: roles separated by commas, or an address or file; empty for work."""
     began: float
     ended: float = 0.0
     """0: it lasts."""
@@ -130,9 +130,9 @@ class Recorder:
         self._free = deque(range(HEADER_BYTES, _BYTES, _SLOT_BYTES))
         self._ids = itertools.count(1)
         faulthandler.register(SIGNAL, file=self._stacks, all_threads=True, chain=False)
-        self.note(facts)
+        self.add_facts(facts)
 
-    def note(self, facts: dict[str, object]) -> None:
+    def add_facts(self, facts: dict[str, object]) -> None:
         """Add facts to the header."""
         self._facts |= facts
         header = json.dumps(self._facts).encode()
@@ -250,10 +250,10 @@ def report_as(role: str, **facts: object) -> None:
         atexit.register(_recorder.remove)
 
 
-def note(**facts: object) -> None:
+def add_facts(**facts: object) -> None:
     """Add facts to the record of this process, if it has one."""
     if _recorder is not None:
-        _recorder.note(facts)
+        _recorder.add_facts(facts)
 
 
 def stop_reporting() -> None:

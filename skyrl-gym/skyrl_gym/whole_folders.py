@@ -69,13 +69,13 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     try:
         yield partial
         sync_tree(partial)
-        put_in_place(partial, place)
+        move_into_place(partial, place)
     except BaseException:  # a KeyboardInterrupt must not leave the half folder either
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def put_in_place(partial: Path, place: Path) -> None:
+def move_into_place(partial: Path, place: Path) -> None:
     """Rename a folder, whose files are on disk, to `place`. An existing folder is replaced and then deleted.
 
     Where the system cannot swap two names, `place` is absent between two renames, and its old content has a third name
@@ -91,5 +91,7 @@ def put_in_place(partial: Path, place: Path) -> None:
         place.rename(aside)
         partial.rename(place)
         aside.rename(partial)
-    fsync_folder(place.parent)  # before the old folder goes: a power cut must not bring back its name without it
+    fsync_folder(
+        place.parent
+    )  # before the old folder is deleted: after a power loss its name must not exist without its content
     shutil.rmtree(partial)

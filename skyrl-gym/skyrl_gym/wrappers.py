@@ -72,7 +72,7 @@ class Wrapper(Env[ConversationType, str]):
         return metrics
 
     def __getattr__(self, name: str) -> Any:
-        # Only what is found nowhere else comes here. `env` itself is missing while a copy is being made.
+        # Called only for attributes that are not found otherwise. `env` itself is missing while a copy is being made.
         if name == "env" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.env, name)
@@ -200,10 +200,10 @@ class ObservationCut(Wrapper):
         if isinstance(content, str):
             return message | {"content": self._truncate(content)}
         if isinstance(content, list):
-            return message | {"content": [self._cut_piece(piece) for piece in content]}
+            return message | {"content": [self._truncate_part(piece) for piece in content]}
         return message
 
-    def _cut_piece(self, piece: object) -> object:
+    def _truncate_part(self, piece: object) -> object:
         """Truncate typed parts: text is truncated, pictures are not."""
         if isinstance(piece, dict) and isinstance(piece.get("text"), str):
             return piece | {"text": self._truncate(piece["text"])}

@@ -42,9 +42,9 @@ def test_metadata_has_prediction_and_missing_column_is_named():
     assert step("42", "Answer: $41$ apples")["metadata"] == {"acc": False, "pred": "41"}
     assert step("42", "no idea")["metadata"] == {"acc": False, "pred": "[INVALID]"}
     assert step("[INVALID]", "no idea")["reward"] == -1.0
-    with pytest.raises(AssertionError, match="reward_model field is required"):
+    with pytest.raises(AssertionError, match="reward_model"):
         skyrl_gym.make("aime", env_config={}, extras={"reward_spec": {"ground_truth": "42"}})
-    with pytest.raises(AssertionError, match="ground_truth is required in reward_model field"):
+    with pytest.raises(AssertionError, match="ground_truth"):
         skyrl_gym.make("aime", env_config={}, extras={"reward_model": {}})
 
 

@@ -72,11 +72,11 @@ def test_answer_names_are_inferred_from_row(tests, names):
 @pytest.mark.parametrize(
     "row, says",
     [
-        ({"tests": ["assert reduce(gcd, [4, 6]) == 2"]}, "call gcd and reduce, each of which may be Python's"),
+        ({"tests": ["assert reduce(gcd, [4, 6]) == 2"]}, "call gcd and reduce"),
         ({"tests": ["assert sum([max([1, 2])]) == 2"]}, "call max and sum"),
-        ({"tests": ["assert np.allclose(1, 1)"]}, "no function that an answer could define"),
-        ({"tests": ["from math import gcd\nassert gcd(4, 6) == 2"]}, "no function that an answer could define"),
-        ({"tests": ["def check(candidate):\n    assert candidate(1)"]}, "give the name .* as entry_point"),
+        ({"tests": ["assert np.allclose(1, 1)"]}, "entry_point"),
+        ({"tests": ["from math import gcd\nassert gcd(4, 6) == 2"]}, "entry_point"),
+        ({"tests": ["def check(candidate):\n    assert candidate(1)"]}, "entry_point"),
         ({"tests": ["assert True"]}, "no function"),
         ({"tests": ["assert half(2) == 1"], "prompt": "def half(x):\n    return x / 2"}, "no function"),
     ],

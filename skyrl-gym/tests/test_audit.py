@@ -291,7 +291,7 @@ def test_unauditable_environments_are_reported(capsys):
     assert "gsm8x: could not be audited: Error: No registered env with id: gsm8x; did you mean gsm8k" in (
         capsys.readouterr().err
     )
-    with pytest.raises(ValueError, match=r"needs examples\(\) with an oracle each"):
+    with pytest.raises(ValueError, match=r"examples\(\)"):
         audit(BaseTextEnv)
     with pytest.raises(SystemExit):
         main([])

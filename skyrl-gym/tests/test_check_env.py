@@ -117,7 +117,7 @@ def sharing(self, action):
     return GoodEnv.step(self, action)
 
 
-def closing_once(self):
+def close_once(self):
     if getattr(self, "is_closed", False):
         raise ValueError("closed already")
     self.is_closed = True
@@ -139,19 +139,19 @@ BROKEN = {
     ),
     "truncated, not done": (
         broken(output=lambda s, o, r, d: {"observations": o, "reward": r, "done": d, "truncated": True}),
-        "truncated without done",
+        "truncated",
     ),
     "observation is text": (
         broken(output=lambda s, o, r, d: {"observations": "x", "reward": r, "done": d}),
         "a list of",
     ),
-    "content is a number": (with_reply({"role": "user", "content": 3}), "content is no text"),
+    "content is a number": (with_reply({"role": "user", "content": 3}), "content is neither text"),
     "odd role": (with_reply({"role": "environment", "content": ""}), "role 'environment'"),
     "not JSON": (with_reply({"role": "user", "content": "", "extra": {1, 2}}), "not JSON"),
-    "not Unicode": (with_reply({"role": "user", "content": "\ud83d"}), "cannot be tokenised"),
+    "not Unicode": (with_reply({"role": "user", "content": "\ud83d"}), "cannot be tokenized"),
     "row without ground truth": (broken(__init__=without_row), "without reward_spec must raise TaskError"),
     "settings required": (broken(__init__=with_needed_config), "env_config=None raised AttributeError"),
-    "row changed": (broken(__init__=changing_its_row), "changes its row"),
+    "row changed": (broken(__init__=changing_its_row), "modifies its row"),
     "raises on nothing": (broken(step=raising_on(lambda a: a == "", KeyError("x"))), "empty: raised KeyError"),
     "raises on a surrogate": (
         broken(step=lambda s, a: (a.encode(), GoodEnv.step(s, a))[1]),
@@ -169,16 +169,16 @@ BROKEN = {
     "turns": (broken(step=not_counting), "turns is 0 after step 2"),
     "luck without a seed": (
         broken(init=lambda s, p: (setattr(s, "luck", random.random()), (p, {}))[1]),
-        "gave different episodes: observations of step 1.*let init take a seed",
+        "gave different episodes: observations of step 1.*let init accept a seed",
     ),
     "shared state": (
         broken(step=sharing, reply=lambda s: {"role": "user", "content": shared[-2] if len(shared) > 1 else ""}),
         "different episodes|share state",
     ),
-    "close twice": (broken(close=closing_once), "a second close before init raised ValueError"),
+    "close twice": (broken(close=close_once), "a second close before init raised ValueError"),
     "close before init": (broken(close=closing_what_init_made), "close before init raised AttributeError"),
     "metrics before a step": (broken(get_metrics=lambda s: {"mean": 1 / s.turns}), "ZeroDivisionError"),
-    "metrics infinite": (broken(get_metrics=lambda s: {"x": float("inf")}), "gave x = inf"),
+    "metrics infinite": (broken(get_metrics=lambda s: {"x": float("inf")}), "returned x = inf"),
     "aggregate of nothing": (
         broken(aggregate_metrics=staticmethod(lambda metrics: {"x": sum(m["turns"] for m in metrics) / len(metrics)})),
         "ZeroDivisionError",
@@ -234,7 +234,7 @@ def test_warnings_do_not_fail():
     report = check_env(env_class)
     assert report.ok
     assert {finding.severity for finding in report.findings} == {"warning"}
-    assert "tokens that it did not write" in str(report)
+    assert "tokens that it did not generate" in str(report)
 
 
 def test_misused_column_without_task_error_is_warning():
@@ -265,7 +265,7 @@ def test_check_accepts_prompts_or_rows_and_id_or_instance():
             return BaseTextEnvStepOutput(observations=[], reward=0.0, done=True, metadata={})
 
     assert check_env(Free(), [prompt]).ok
-    with pytest.raises(ValueError, match="give prompts, or define examples"):
+    with pytest.raises(ValueError, match="examples"):
         check_env(Free)
     with pytest.raises(TypeError, match="expected an id"):
         check_env(3)  # type: ignore[arg-type]

@@ -128,7 +128,7 @@ def test_rows_of_tests_are_read():
         ("[{", "must be JSON"),
         ("[]", "at least one test"),
         ({"tests": None}, "at least one test"),
-        ({"test": ["assert f()"]}, "has test; it may have tests"),
+        ({"test": ["assert f()"]}, "has test; allowed fields: tests"),
         (17, "at least one test"),
         ([{"input": "1"}], "output of test 0 must be text; got None"),
         ([STDIN, "assert f()"], "test 1 must be an object"),
@@ -183,7 +183,7 @@ def test_nan_iterators_and_views_keep_type_across_pipe():
 
 
 def test_subclasses_cross_pipe_as_plain_types():
-    class EqualToAll(int):
+    class EqualToEverything(int):
         def __eq__(self, other):
             return True
 
@@ -194,7 +194,7 @@ def test_subclasses_cross_pipe_as_plain_types():
             return "other"
 
     point = collections.namedtuple("point", "x y")
-    assert type(across(EqualToAll(3))) is int and across(EqualToAll(3)) != 4
+    assert type(across(EqualToEverything(3))) is int and across(EqualToEverything(3)) != 4
     assert across(Loud("said")) == "said" and type(across(Loud("said"))) is str
     assert across(point(1, 2)) == (1, 2)
 

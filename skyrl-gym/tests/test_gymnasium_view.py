@@ -70,7 +70,7 @@ def test_own_environment_is_found_after_registration():
     skyrl_gym.register(id="no_examples", entry_point=NoExamples)
     try:
         gymnasium_envs.register_all()
-        with pytest.raises(Error, match="no_examples has no examples"):
+        with pytest.raises(Error, match="no_examples"):
             gymnasium.make("skyrl_gym/no_examples")
     finally:
         skyrl_gym.deregister("no_examples")

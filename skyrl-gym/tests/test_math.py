@@ -281,11 +281,11 @@ def test_format_score_is_earned_by_wrong_answer_only():
 
 
 def test_invalid_rows_and_settings_are_rejected():
-    with pytest.raises(AssertionError, match="reward_spec field is required"):
+    with pytest.raises(AssertionError, match="reward_spec"):
         skyrl_gym.make("math", env_config={}, extras={})
-    with pytest.raises(skyrl_gym.error.TaskError, match=r"reward_spec\.ground_truth is empty"):
+    with pytest.raises(skyrl_gym.error.TaskError, match=r"reward_spec\.ground_truth"):
         make(" ")
-    with pytest.raises(ValueError, match="did you mean format_score"):
+    with pytest.raises(ValueError, match="format_score"):
         make("42", format_scor=0.1)
 
 

@@ -154,7 +154,7 @@ def test_prefix_distinguishes_servers(command):
     with left as one, right as other:
         BaseTextEnv().init_tool_groups([one, other])
         assert other.call("right_add", {"a": 1}) == "2"
-        with pytest.raises(ValueError, match="tool 'left_add' is in two groups"):
+        with pytest.raises(ValueError, match="left_add"):
             BaseTextEnv().init_tool_groups([one, one])
 
 
@@ -169,7 +169,7 @@ def test_hanging_server_raises_infra_error(command, monkeypatch):
     group = MCPToolGroup(command, timeout=1)
     pid = pid_of(group)
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(InfraError, match="no result within 1 seconds"):
+    with pytest.raises(InfraError, match="1 seconds"):
         group.call("add", {"a": 1})
     assert not is_alive(pid)
     group.close()
@@ -178,13 +178,13 @@ def test_hanging_server_raises_infra_error(command, monkeypatch):
 def test_crashed_server_error_has_log_tail_and_server_restarts(command):
     with closing(MCPToolGroup(command, max_restarts=1)) as group:
         group.call("count", {})
-        with pytest.raises(InfraError, match=r"(?s)MCP server .*shop\.py does not work.*out of coffee"):
+        with pytest.raises(InfraError, match=r"(?s)shop\.py .*out of coffee"):
             group.call("crash", {})
         assert group.call("count", {}) == "1", "it was started anew"
         for _ in range(2):  # once, and one restart
             with pytest.raises(InfraError, match="out of coffee"):
                 group.call("crash", {})
-        with pytest.raises(InfraError, match="died 2 times in a row: not started again"):
+        with pytest.raises(InfraError, match="crashed 2 times"):
             group.call("add", {"a": 1})
 
 
@@ -240,7 +240,7 @@ def test_http_server(command):
         MCPToolGroup(url=url, start_timeout=5)
     server = subprocess.Popen([*command, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_until_it_listens(port)
+        wait_until_listening(port)
         group = MCPToolGroup(url=url, timeout=10)
         assert group.call("add", {"a": 2, "b": 2}) == "4"
         assert "we have no gold" in group.call("stock_count", {"item": "gold"})
@@ -254,7 +254,7 @@ def test_http_server(command):
         server.wait(10)
 
 
-def wait_until_it_listens(port: int) -> None:
+def wait_until_listening(port: int) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         with socket.socket() as probe:

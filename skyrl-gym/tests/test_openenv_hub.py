@@ -109,27 +109,27 @@ def test_openenv_server_failures_are_never_scored(counting: str) -> None:
         with pytest.raises(InfraError, match=r"SESSION_ERROR.*lost"):
             env.step("<action>13</action>")
         other = OpenEnv({"base_url": counting, "timeout": 0.1})
-        with pytest.raises(InfraError, match=r"no free place within 0\.1 s.*max_concurrent_envs"):
+        with pytest.raises(InfraError, match="max_concurrent_envs"):
             other.init(ASK)
         other.close()
-    with pytest.raises(InfraError, match="no OpenEnv server answers at ws://"):
+    with pytest.raises(InfraError, match="ws://"):
         make(unused_url()).init(ASK)
-    with pytest.raises(TaskError, match="base_url must be the address"):
+    with pytest.raises(TaskError, match="base_url"):
         OpenEnv()
 
 
 def test_openenv_key_is_not_sent_to_server_named_by_row() -> None:
     settings = {"base_url": "http://127.0.0.1:8000/a", "api_key": "secret"}
     assert OpenEnv(settings, {"base_url": "http://127.0.0.1:8000/b"}).base_url.endswith("/b")
-    with pytest.raises(TaskError, match=r"sent to http://127\.0\.0\.1:8000/a alone.*'http://other:8000'"):
+    with pytest.raises(TaskError, match=r"http://127\.0\.0\.1:8000/a .*'http://other:8000'"):
         OpenEnv(settings, {"base_url": "http://other:8000"})
-    with pytest.raises(ValueError, match="api_key needs base_url beside it"):
+    with pytest.raises(ValueError, match="api_key"):
         OpenEnv({"api_key": "secret"}, {"base_url": "http://other:8000"})
 
 
 def test_openenv_server_without_tool_list_raises_infra_error(counting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCHEMA, "title", "CallToolAction")
-    with make(counting) as env, pytest.raises(InfraError, match=r"does not list its tools.*must be an integer"):
+    with make(counting) as env, pytest.raises(InfraError, match="must be an integer"):
         env.init(ASK)
 
 

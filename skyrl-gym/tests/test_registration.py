@@ -97,16 +97,16 @@ def test_registration_kwargs_are_not_shared_between_instances(register):
 
 
 def test_unknown_id_error_names_nearest_id():
-    with pytest.raises(error.Error, match=r"No registered env with id: gsm8; did you mean gsm8k"):
+    with pytest.raises(error.Error, match="gsm8k"):
         make("gsm8")
-    with pytest.raises(error.Error, match=r"No registered env with id: zzzz; known are .*arithmetic"):
+    with pytest.raises(error.Error, match=r"zzzz.*arithmetic"):
         skyrl_gym.spec("zzzz")
     with pytest.raises(error.Error, match="No registered env with id"):
         skyrl_gym.deregister("zzzz")
 
 
 def test_duplicate_registration_is_rejected(echo):
-    with pytest.raises(error.RegistrationError, match="'echo' is already registered"):
+    with pytest.raises(error.RegistrationError, match="'echo'"):
         skyrl_gym.register(id=echo, entry_point=EchoEnv)
     with pytest.raises(AssertionError, match="entry_point"):
         skyrl_gym.register(id="nothing")
@@ -115,12 +115,12 @@ def test_duplicate_registration_is_rejected(echo):
 def test_constructor_errors_propagate(echo):
     with pytest.raises(AssertionError, match="likes must be a word"):
         make(echo, likes="")
-    with pytest.raises(TypeError, match=r"colour.*while making env 'echo'"):
+    with pytest.raises(TypeError, match=r"colour.*'echo'"):
         make(echo, colour="red")
 
 
 def test_entry_point_without_env_is_rejected(register):
-    with pytest.raises(TypeError, match="it made a dict"):
+    with pytest.raises(TypeError, match="it created a dict"):
         make(register("a dict", "builtins:dict"))
     with pytest.raises(error.Error, match="no entry point"):
         make(EnvSpec(id="empty"))
@@ -128,7 +128,7 @@ def test_entry_point_without_env_is_rejected(register):
 
 @pytest.mark.parametrize("text", ["module_only", "a:b:c", ":name", "module:"])
 def test_entry_point_format_is_module_colon_attribute(text):
-    with pytest.raises(ValueError, match="must read"):
+    with pytest.raises(ValueError, match="must have the form"):
         load_env_creator(text)
 
 
@@ -140,7 +140,7 @@ def test_spec_round_trips_through_json(echo):
         "kwargs": {},
     }
     assert EnvSpec.from_json(built_in.to_json()) == built_in
-    with pytest.raises(ValueError, match="entry_point is a callable"):
+    with pytest.raises(ValueError, match="entry_point"):
         skyrl_gym.spec(echo).to_json()
     with pytest.raises(ValueError, match="not an environment spec"):
         EnvSpec.from_json('{"colour": "red"}')
@@ -161,7 +161,7 @@ def test_metrics_average_over_episodes_reporting_them():
     assert default_aggregate_metrics(episodes) == {"solved": 0.5, "steps": 2.0}
     assert default_aggregate_metrics([{"a": 1.0}, {"a": math.nan}, {"a": 10**400}, {"a": 0.5}]) == {"a": 0.75}
     assert aggregate_for_environment("gsm8k_multi_turn", [{"steps": 1}, {"steps": 4}]) == {"avg_steps": 2.5}
-    with pytest.raises(ValueError, match="No registered env with id: nowhere"):
+    with pytest.raises(ValueError, match="nowhere"):
         aggregate_for_environment("nowhere", [])
 
 
@@ -204,24 +204,24 @@ class WeatherConfig:
 def test_environment_settings_become_dataclass(given):
     assert typed_config(WeatherConfig, given) == WeatherConfig(days=5)
     assert typed_config(WeatherConfig, None) == typed_config(WeatherConfig, {}) == WeatherConfig()
-    with pytest.raises(ValueError, match="WeatherConfig has no setting 'station_ulr'; did you mean station_url"):
+    with pytest.raises(ValueError, match="station_url"):
         typed_config(WeatherConfig, {"station_ulr": "http://127.0.0.1:1"})
 
 
 def test_turn_limit_must_be_whole_number():
     assert max_turns_of({}, 3) == max_turns_of({"max_turns": None}, 3) == max_turns_of({"max_turns": 3.0}, 9) == 3
     for value in (0, "four", 2.5, True, float("nan"), float("inf")):
-        with pytest.raises(error.TaskError, match=r"max_turns must be a whole number from 1 on; got"):
+        with pytest.raises(error.TaskError, match="max_turns"):
             max_turns_of({"max_turns": value}, 3)
 
 
 @pytest.mark.parametrize(
     "row, said",
     [
-        ({}, "reward_spec field is required; the row has no columns"),
-        ({"data_source": "x"}, "reward_spec field is required; the row has data_source"),
-        ({"reward_spec": {"method": "rule"}}, "ground_truth is required in reward_spec field"),
-        ({"reward_spec": "42"}, "ground_truth is required in reward_spec field; got '42'"),
+        ({}, "reward_spec"),
+        ({"data_source": "x"}, "reward_spec"),
+        ({"reward_spec": {"method": "rule"}}, "ground_truth"),
+        ({"reward_spec": "42"}, "ground_truth"),
     ],
 )
 def test_row_without_answer_error_names_missing_field(row, said):
@@ -281,6 +281,6 @@ def test_installed_environments_are_found_without_registering(tmp_path):
 def test_installed_package_cannot_override_id(tmp_path, monkeypatch):
     installed_package(tmp_path, declares="gsm8k")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.warns(UserWarning, match=r"chess-envs declares env 'chess_envs:ChessEnv', which is left out: .*gsm8k"):
+    with pytest.warns(UserWarning, match="'chess_envs:ChessEnv'.*gsm8k"):
         register_installed()
     assert spec("gsm8k").entry_point == "skyrl_gym.envs.gsm8k.env:GSM8kEnv"

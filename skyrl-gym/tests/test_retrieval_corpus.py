@@ -55,7 +55,7 @@ def test_parquet_rows_are_documents(tmp_path):
         ({}, "the row has nothing"),
         ({"text": 5}, "text must be text; got 5"),
         ({"text": "x", "title": ["y"]}, "title must be text"),
-        (5, "a document is an object"),
+        (5, "a document must be an object"),
     ],
 )
 def test_invalid_document_error_names_row(row, text):

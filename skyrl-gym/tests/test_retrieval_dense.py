@@ -117,7 +117,7 @@ def test_index_is_built_once(settings, retriever):
     again = open_retriever(replace(settings, dense=replace(settings.dense, batch_size=3)))  # does not change vectors
     assert (settings.folder() / VECTORS_FILE).stat().st_mtime_ns == made
     assert again.search(["kabar"], 5)[0][0] == retriever.search(["kabar"], 5)[0][0]
-    with pytest.raises(IndexMismatchError, match=r"was made with model .*, not"):
+    with pytest.raises(IndexMismatchError, match="model"):
         build_index(replace(settings, dense=replace(settings.dense, model="another")))
 
 
@@ -139,11 +139,11 @@ def test_external_faiss_file_is_served_unchanged(settings, retriever, folder, tm
 
     shorter = tmp_path / "shorter.jsonl"
     shorter.write_text((folder / "corpus.jsonl").read_text().partition("\n")[0])
-    with pytest.raises(IndexMismatchError, match="made from another corpus"):
+    with pytest.raises(IndexMismatchError, match="another corpus"):
         open_retriever(replace(settings, index_path=file, corpus=shorter))
     other = tmp_path / "other.index"
     other.write_bytes(file.read_bytes())
-    with pytest.raises(IndexMismatchError, match="has 200 vectors, the corpus 1 documents"):
+    with pytest.raises(IndexMismatchError, match="200 vectors"):
         open_retriever(replace(settings, index_path=other, corpus=shorter))
 
 

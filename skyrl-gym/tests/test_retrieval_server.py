@@ -98,12 +98,12 @@ def test_body_without_content_length_is_bounded(server):
 @pytest.mark.parametrize(
     "body, status, text",
     [
-        ({}, 422, "give either query"),
-        ({"query": "a", "queries": ["b"]}, 422, "give either query"),
+        ({}, 422, "pass either query"),
+        ({"query": "a", "queries": ["b"]}, 422, "pass either query"),
         ({"query": " \n"}, 422, "query: .*at least 1 character"),
         ({"queries": ["fine", ""]}, 422, "queries.1: .*at least 1 character"),
-        ({"queries": []}, 422, "1 to 512 texts; it holds 0"),
-        ({"queries": ["a"] * 513}, 422, "it holds 513"),
+        ({"queries": []}, 422, "1 to 512 strings; it contains 0"),
+        ({"queries": ["a"] * 513}, 422, "it contains 513"),
         ({"query": "x" * 8193}, 422, "8193 characters; 8192 are allowed"),
         ({"query": "a", "topk": 0}, 422, "topk: .*greater than or equal to 1"),
         ({"query": "a", "topk": 101}, 422, "topk must be 1 to 100; got 101"),
@@ -251,7 +251,7 @@ def test_sigterm_drains_request_and_stops_workers(corpus):
     "arguments, text",
     [
         (["--corpus", "no/such.jsonl"], "no/such.jsonl"),
-        ([], "a corpus is needed"),
+        ([], "a corpus"),
         (["--corpus", "corpus.jsonl", "--language", "klingon"], "language must be none or one of"),
     ],
 )
@@ -322,4 +322,4 @@ def test_setting_names_of_other_servers_are_accepted(corpus, tmp_path, capsys):
     assert main(asked) == 0
     assert capsys.readouterr().out.strip() == f"{corpus}.bm25-index"
     assert main(["--index_path", str(tmp_path / "none.index"), "--retriever_name", "e5", "--build_only"]) == 2
-    assert "holds no index" in capsys.readouterr().err
+    assert "has no index" in capsys.readouterr().err

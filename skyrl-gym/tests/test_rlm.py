@@ -87,7 +87,7 @@ def text_of(output):
     return "\n".join(message["content"] for message in output["observations"])
 
 
-def wait_until_gone(marker):
+def wait_until_exited(marker):
     deadline = time.monotonic() + 10
     while processes_with(marker):
         assert time.monotonic() < deadline, f"still there: {processes_with(marker)}"
@@ -393,8 +393,8 @@ def test_process_starts_at_first_execution_and_ends_with_repl(make_repl):
     assert processes_with("987654321")
     repl.cleanup()
     repl.cleanup()
-    wait_until_gone("987654321")
-    wait_until_gone("4321.5")
+    wait_until_exited("987654321")
+    wait_until_exited("4321.5")
     with pytest.raises(ValueError, match="closed"):
         repl.execute("1")
 
@@ -534,8 +534,8 @@ def test_subclass_adds_and_explains_tools(make_env):
 @pytest.mark.parametrize(
     "extras, message",
     [
-        ({}, "reward_spec field is required"),
-        ({"reward_spec": {}}, "ground_truth is required in reward_spec field"),
+        ({}, "reward_spec"),
+        ({"reward_spec": {}}, "ground_truth"),
         ({"reward_spec": {"ground_truth": []}}, "reward_spec.ground_truth"),
         ({"reward_spec": {"ground_truth": 5}}, "reward_spec.ground_truth"),
         ({"reward_spec": {"ground_truth": "x"}, "extra_info": {"context_text": 5}}, "context_text"),
@@ -643,9 +643,9 @@ def test_no_query_starts_after_deadline(make_env):
 @pytest.mark.parametrize(
     "settings, text",
     [
-        ({"base_url": "http://127.0.0.1:1"}, "base_url and model go together"),
-        ({"model": "small"}, "base_url and model go together"),
-        ({"repl_timout": 5}, "did you mean repl_timeout"),
+        ({"base_url": "http://127.0.0.1:1"}, "base_url"),
+        ({"model": "small"}, "base_url"),
+        ({"repl_timout": 5}, "repl_timeout"),
     ],
 )
 def test_invalid_setting_is_named(settings, text):

@@ -88,7 +88,7 @@ def test_async_parts_are_awaited_on_event_loop():
         assert Rubric({"plain": lambda: 1.0}).score().total == 1.0  # plain parts need no loop of their own
 
     asyncio.run(on_a_loop())
-    with pytest.raises(TypeError, match="'judge' gave an awaitable"):
+    with pytest.raises(TypeError, match="'judge'"):
         Rubric({"judge": lambda: judge("x")}).score()
 
 
@@ -116,7 +116,7 @@ def test_functions_get_arguments_by_parameter_name():
         (lambda: Rubric({"a": is_correct}, gate="b"), ValueError, "gate must be one of the parts a"),
         (lambda: Rubric({"a": (is_correct, float("nan"))}), ValueError, "weight of rubric part 'a'"),
         (lambda: Rubric({"a": 1.0}), TypeError, "'a' must be a function"),  # type: ignore[dict-item]
-        (lambda: Rubric({"a": lambda grund_truth: 1.0}), TypeError, "'a' asks for 'grund_truth'; there are completion"),
+        (lambda: Rubric({"a": lambda grund_truth: 1.0}), TypeError, "grund_truth"),
     ],
 )
 def test_invalid_parts_are_named_at_construction(make, error, text):
@@ -126,11 +126,11 @@ def test_invalid_parts_are_named_at_construction(make, error, text):
 
 def test_mistakes_are_named_when_it_is_used():
     rubric = Rubric({"correct": is_correct})
-    with pytest.raises(TypeError, match="'correct' needs ground_truth"):
+    with pytest.raises(TypeError, match="ground_truth"):
         rubric.score(completion="42")
     with pytest.raises(TypeError, match="given response"):
         rubric.score(response="42")
-    with pytest.raises(TypeError, match="'text' must give a finite number or a grade; got 'good'"):
+    with pytest.raises(TypeError, match=r"'text' .*'good'"):
         Rubric({"text": lambda: "good"}).score()
-    with pytest.raises(TypeError, match="'nan' must give a finite number"):
+    with pytest.raises(TypeError, match="'nan'"):
         Rubric({"nan": lambda: float("nan")}).score()

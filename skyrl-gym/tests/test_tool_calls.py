@@ -20,7 +20,7 @@ def test_text_without_call_has_no_calls(text, format):
 
 
 def test_unknown_format_is_named():
-    with pytest.raises(ValueError, match=r"format must be one of xml, hermes, .*, gemma; got 'yaml'"):
+    with pytest.raises(ValueError, match="'yaml'"):
         parse_tool_calls("", "yaml")  # type: ignore[arg-type]
 
 

@@ -15,13 +15,13 @@ CALL = '<tool_call>{"name": "shop_price", "arguments": {"item": "tea"}}</tool_ca
 
 
 def test_verifiers_rows_are_checked_without_package():
-    with pytest.raises(TaskError, match="environment field is required"):
+    with pytest.raises(TaskError, match="environment"):
         VerifiersEnv()
-    with pytest.raises(TaskError, match="must name a taskset"):
+    with pytest.raises(TaskError, match="taskset"):
         VerifiersEnv(extras={"environment": {"agent": {}}, "index": 0})
-    with pytest.raises(TaskError, match="index field is required"):
+    with pytest.raises(TaskError, match="index"):
         VerifiersEnv(extras={"environment": "gsm8k"})
-    with pytest.raises(TaskError, match="did you mean hermes"):
+    with pytest.raises(TaskError, match="hermes"):
         VerifiersEnv({"tool_format": "hermis"}, {"environment": "gsm8k", "index": 0})
 
 
@@ -86,7 +86,7 @@ def test_verifiers_environments_play_unmodified(tasksets):
     result = run_episode(made(row), row["prompt"], lambda _: CALL)
     assert (len(result.rewards), result.truncated) == (2, True)
 
-    with pytest.raises(TaskError, match="index must be below 4"):
+    with pytest.raises(TaskError, match="index"):
         made({**rows[0], "index": 4}).init([])
     with pytest.raises(Error, match="no_such_taskset"):
         list(verifiers_rows("no_such_taskset"))

@@ -50,7 +50,7 @@ def test_wait_is_readable_during_and_shortly_after(folder: Path):
 
 
 def test_header_names_process(folder: Path):
-    waits.note(ray="127.0.0.1:6379")
+    waits.add_facts(ray="127.0.0.1:6379")
     facts = record_in(folder).facts
     assert (facts["role"], facts["pid"], facts["log"], facts["ray"]) == (
         "trainer",

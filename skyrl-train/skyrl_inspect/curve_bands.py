@@ -161,9 +161,7 @@ def read_bands(path: str) -> ExpectedCurves:
     try:
         content = yaml.safe_load(Path(path).expanduser().read_text())
     except FileNotFoundError:
-        raise ConfigError(
-            f"{setting}: there is no such file. Those of recipes are at examples/recipes/*/bands/*.yaml"
-        ) from None
+        raise ConfigError(f"{setting}: no such file. Bands of recipes are at examples/recipes/*/bands/*.yaml") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{setting} cannot be read: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("bands"), dict) or not content["bands"]:
@@ -209,7 +207,7 @@ def compute_bands(
         DataError: fewer than two runs, or a metric that one of them lacks.
     """
     if len(runs) < 2:
-        raise DataError("a band needs the spread over at least two runs of other seeds")
+        raise DataError("a band needs at least two runs with different seeds")
     bands: dict[str, dict[int, list[float]]] = {}
     for metric in metrics:
         means = [_compute_interval_means(rows, metric, interval) for rows in runs]
@@ -243,13 +241,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print a band file made from reference runs."""
     parser = argparse.ArgumentParser(prog="python -m skyrl_train.curve_bands", description=main.__doc__)
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run folders of the same settings, other seeds"
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folders with the same settings and different seeds"
     )
     parser.add_argument("--metrics", nargs="+", default=["reward/avg_raw_reward"], metavar="NAME")
-    parser.add_argument("--interval", type=int, default=5, help="steps that are averaged (default: 5)")
-    parser.add_argument("--width", type=float, default=2.0, help="standard deviations on each side (default: 2)")
-    parser.add_argument("--pool", action="store_true", help="one deviation for all steps of a metric: for few runs")
-    parser.add_argument("--source", help="origin of the numbers (default: the folders)")
+    parser.add_argument("--interval", type=int, default=5, help="number of steps to average over (default: 5)")
+    parser.add_argument(
+        "--width", type=float, default=2.0, help="width of the band in standard deviations on each side (default: 2)"
+    )
+    parser.add_argument(
+        "--pool", action="store_true", help="use one standard deviation for all steps of a metric, for few runs"
+    )
+    parser.add_argument("--source", help="description of the data's origin (default: the folders)")
     options = parser.parse_args(arguments)
     rows = [RunFolder(run).read_metrics() for run in options.runs]
     source = options.source or ", ".join(str(run) for run in options.runs)

@@ -66,8 +66,8 @@ def find_sample(folder: RunFolder, name: str, step: int | None, phase: Phase = "
             return StoredSample(name, file.step, found, phase)
     examples = ", ".join(f"{row['uid']}_{row['sample']}" for row in rows[:3])
     raise DataError(
-        f"{folder.path} has no sample {name}{'' if step is None else f' in step {step}'}: a name is the uid of the "
-        f"prompt, _, and the number of the sample, such as {examples}"
+        f"{folder.path} has no sample {name}{'' if step is None else f' in step {step}'}: a name is UID_SAMPLE, the "
+        f"prompt's uid and the number of the sample, such as {examples}"
     )
 
 
@@ -88,9 +88,9 @@ def find_checkpoint(ckpt_path: str, sample: StoredSample, version: int | None) -
     if step == 0 or step in places:
         return places.get(step)
     raise ConfigError(
-        f"sample {sample.name} of step {sample.step} was drawn by the weights after step {step}, of which {ckpt_path} "
-        f"holds no checkpoint. It holds {', '.join(map(str, places)) or 'none'}: give --checkpoint N to draw with "
-        "other weights (0: those the run began with), or run with trainer.ckpt_interval=1 next time"
+        f"sample {sample.name} of step {sample.step} was sampled with the weights after step {step}, but {ckpt_path} "
+        f"has no checkpoint of it. It has {', '.join(map(str, places)) or 'none'}: pass --checkpoint N to use other "
+        "weights (0: the initial weights), or run with trainer.ckpt_interval=1 next time"
     )
 
 
@@ -143,8 +143,7 @@ class ReplayExperiment(BasePPOExp):
         place = int(uid) if uid.isdecimal() else len(dataset)
         if place >= len(dataset):
             raise DataError(
-                f"no prompt of {setting}={list(files)} has the uid {uid}: give the data that the run had, as "
-                f"{setting}=[FILE]"
+                f"no prompt of {setting}={list(files)} has the uid {uid}: pass the data of the run, as {setting}=[FILE]"
             )
         trainer = await self._setup_trainer()
         try:
@@ -236,7 +235,7 @@ def replay(
     """
     folder = RunFolder(run)
     if not folder.config_path.exists():
-        raise DataError(f"{folder.path} is not a run folder: it has no config.yaml; give the folder of trainer.run_dir")
+        raise DataError(f"{folder.path} is not a run folder: it has no config.yaml; pass the folder of trainer.run_dir")
     sample = find_sample(folder, name, step, phase)
     ckpt_path = OmegaConf.select(OmegaConf.load(folder.config_path), "trainer.ckpt_path")
     place = find_checkpoint(
@@ -248,7 +247,7 @@ def replay(
     result = compare(sample.rows, drawn)
     if len(sample.weight_versions) > 1:
         result.add(
-            f"its tokens were drawn by the weights after steps {sample.weight_versions}; here by the last", False
+            f"its tokens were sampled with the weights after steps {sample.weight_versions}; here with the last", False
         )
     return result
 
@@ -256,16 +255,21 @@ def replay(
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_train.replay",
-        description="Draws a stored sample of a run again, with the weights that drew it, and prints what differs.",
-        epilog="Exit status: 0 if tokens, log-probs and reward are equal, 1 if not, 2 if it cannot be drawn.",
+        description="Sample a stored trajectory of a run again with the weights that produced it, and print what "
+        "differs.",
+        epilog="Exit status: 0 if tokens, log-probs and reward are equal, 1 if not, 2 if it cannot be sampled.",
     )
     parser.add_argument("run", type=Path, help="the folder of a run (trainer.run_dir)")
-    parser.add_argument("--sample", required=True, metavar="UID_N", help="uid of the prompt, _, number of the sample")
     parser.add_argument(
-        "--step", type=int, help="step that it was drawn for, or evaluated after (default: the newest that has it)"
+        "--sample", required=True, metavar="UID_N", help="UID_SAMPLE: the prompt's uid and the number of the sample"
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        help="training step of the sample, or step of the evaluation (default: the newest that has it)",
     )
     parser.add_argument("--phase", choices=("train", "eval"), default="train", help="eval: a sample of an evaluation")
-    parser.add_argument("--checkpoint", type=int, metavar="N", help="draw with the weights after step N (0: untrained)")
+    parser.add_argument("--checkpoint", type=int, metavar="N", help="use the weights after step N (0: untrained)")
     parser.add_argument(
         "--import",
         dest="files",
@@ -273,9 +277,9 @@ def main(arguments: list[str] | None = None) -> int:
         default=[],
         type=Path,
         metavar="FILE",
-        help="Python file to run first, which registers your environments, losses or engines; may be given again",
+        help="Python file to run first, which registers custom environments, losses or engines; repeatable",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings other than the run's")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override those of the run")
     options = parser.parse_intermixed_args(arguments)
     try:
         for file in options.files:

@@ -171,10 +171,10 @@ def rollout_mismatch_metrics(batch: TrainingInputBatch, max_gap: float | None) -
     gap = metrics.get("policy/rollout_train_logprobs_abs_diff_mean", 0.0)
     if max_gap is not None and gap > max_gap:
         raise RolloutGapError(
-            f"log-probs of engine and trainer differ by {gap:.3g} nats in the mean over this step's tokens, more than "
-            f"trainer.algorithm.max_rollout_gap={max_gap:g}: staleness does not explain that. Do sampling settings, "
-            "weights, tokenizer or model of the engines differ from the trainer's? python -m "
-            "skyrl_train.entrypoints.main_mismatch measures it"
+            f"log-probs of the engine and the trainer differ by {gap:.3g} nats on average over the tokens of this "
+            f"step, more than trainer.algorithm.max_rollout_gap={max_gap:g}; staleness does not explain a gap of this "
+            "size. Check that engines and trainer use the same sampling settings, weights, tokenizer and model; "
+            "python -m skyrl_train.entrypoints.main_mismatch measures it"
         )
     return metrics
 

@@ -107,7 +107,7 @@ class CheckpointSaver:
                 f"the checkpoint of step {self._step}, written in the background (trainer.ckpt_async), is not complete "
                 f"after {self._timeout_seconds:g} s (trainer.worker_timeout_seconds)"
             )
-            why = await asyncio.to_thread(write_explanation, late) or ": a slow or full disk or store?"
+            why = await asyncio.to_thread(write_explanation, late) or ": the disk or object store may be slow or full"
             raise CheckpointError(late + why) from None
 
     async def close(self) -> None:
@@ -120,7 +120,7 @@ class CheckpointSaver:
         task.cancel()
         [outcome] = await asyncio.gather(task, return_exceptions=True)
         if outcome is not None:
-            logger.warning(f"the checkpoint of step {self._step} was being written when the run ended: {outcome!r}")
+            logger.warning(f"the run ended while the checkpoint of step {self._step} was being written: {outcome!r}")
 
     async def raise_failure(self) -> None:
         """Raise CheckpointError if the pending checkpoint has failed."""

@@ -34,7 +34,7 @@ from skyrl_train.utils.storage import (
     publishing,
     read_text,
     remove_folder,
-    write_whole,
+    replace_file,
 )
 
 GLOBAL_STEP_PREFIX = "global_step_"
@@ -84,16 +84,14 @@ class CheckpointStore:
                 draft.write_manifest(step)
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self.root}: {error}. "
-                f"Nothing of it is left; the newest complete one is {self._find_newest_name()}."
+                f"the checkpoint of step {step} could not be written to {self.root}: {error}. Its partial files were "
+                f"removed; the newest complete checkpoint is {self._find_newest_name()}."
             ) from error
         self._remove_old()
         try:
-            write_whole(self.root / LATEST, f"{step}\n")
+            replace_file(self.root / LATEST, f"{step}\n")
         except OSError as error:
-            raise CheckpointError(
-                f"{place} is complete, but {LATEST} beside it could not be written: {error}"
-            ) from error
+            raise CheckpointError(f"{place} is complete, but {LATEST} could not be written: {error}") from error
 
     def select(self, config: TrainerConfig) -> Place | None:
         """Return the checkpoint selected by `resume_mode` without reading it; None for a fresh start. Changes nothing.
@@ -105,7 +103,7 @@ class CheckpointStore:
         try:
             return self._select(config)
         except OSError as error:
-            raise CheckpointError(f"the checkpoints cannot be listed: {error}") from error
+            raise CheckpointError(f"checkpoints cannot be listed: {error}") from error
 
     def _select(self, config: TrainerConfig) -> Place | None:
         if config.resume_mode in (None, "none"):
@@ -116,10 +114,10 @@ class CheckpointStore:
         folder = location(config.resume_path or "")
         if extract_step_from_path(folder) < 0:
             raise ConfigError(
-                f"trainer.resume_path must end in {GLOBAL_STEP_PREFIX}N, the folder of one checkpoint; got {folder}"
+                f"trainer.resume_path must be a checkpoint folder ending in {GLOBAL_STEP_PREFIX}N; got {folder}"
             )
         if get_size(folder / MANIFEST) is None:
-            raise ConfigError(f"trainer.resume_path: there is no complete checkpoint at {folder}")
+            raise ConfigError(f"trainer.resume_path: no complete checkpoint found at {folder}")
         return folder
 
     def find(self, config: TrainerConfig) -> "Checkpoint | None":
@@ -148,7 +146,7 @@ class CheckpointStore:
                     move_folder(newer, aside, MANIFEST)
                 except OSError as error:
                     raise CheckpointError(f"{newer} could not be renamed to {aside.name}: {error}") from error
-                logger.warning(f"{newer} is later than the step resumed from; renamed to {aside.name}")
+                logger.warning(f"{newer} is newer than the step to resume from; renamed to {aside.name}")
 
     def _remove_old(self) -> None:
         if self._max_to_keep < 0:
@@ -271,9 +269,9 @@ def verify(folder: str | Place) -> dict[str, FileRecord]:
         if name not in sizes:
             return f"{place / name} is missing"
         if sizes[name] != expected.bytes:
-            return f"{place / name} is not what was written (it has {sizes[name]} bytes, not {expected.bytes})"
+            return f"{place / name} is corrupted (it has {sizes[name]} bytes, expected {expected.bytes})"
         if isinstance(place, Path) and compute_sha256(place / name) != expected.sha256:
-            return f"{place / name} is not what was written (its hash differs)"
+            return f"{place / name} is corrupted (its hash differs)"
         return None
 
     # In threads: hashing releases the interpreter's lock, and one core takes a second for about a gigabyte.
@@ -297,7 +295,7 @@ def check_all_seen(folder: Place, model: str, reports: Sequence[WrittenFiles]) -
             found = get_size(folder / name)
             if found == record.bytes:
                 continue
-            here = "does not see" if found is None else f"sees with {found} bytes"
+            here = "cannot see" if found is None else f"sees with {found} bytes"
             raise CheckpointError(
                 f"{model} rank {rank} on node {report.node} wrote {name} ({record.bytes} bytes) into {folder}, which "
                 f"node {get_node_name()} {here}: the folder is not shared by all nodes. Set trainer.ckpt_path (or "
@@ -310,4 +308,4 @@ def _describe_remedy(folder: Place) -> str:
     choice = (
         f"trainer.resume_mode=from_path trainer.resume_path={earlier[-1]}" if earlier else "trainer.resume_mode=none"
     )
-    return f"the checkpoint is damaged. Go on from another with {choice}."
+    return f"the checkpoint is damaged. Resume from another one with {choice}."

@@ -164,7 +164,7 @@ def teacher_of_source(settings: DistillationConfig, source: str | None) -> str:
     if source in by_source or None in by_source:
         return by_source.get(source) or by_source[None]
     raise ConfigError(
-        f"trainer.distillation.teachers: rows of data.train_data have data_source={source!r}, which no teacher names "
-        f"({', '.join(map(str, by_source))} are named); add it to a teacher's data_sources, or set those of one "
-        "teacher to null: it then teaches all other rows"
+        f"trainer.distillation.teachers: rows of data.train_data have data_source={source!r}, which no teacher lists "
+        f"(listed: {', '.join(map(str, by_source))}); add it to a teacher's data_sources, or set data_sources of one "
+        "teacher to null, which covers all other rows"
     )

@@ -19,7 +19,7 @@ from skyrl_train.rollouts.types import Trajectory, TrajectoryGroup, group_trajec
 from skyrl_train.types import JsonObject, PromptRow
 from skyrl_train.utils.progress import ANSWERS, progress
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train.utils.storage import Place, location, write_whole
+from skyrl_train.utils.storage import Place, location, replace_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,7 +82,7 @@ async def evaluate(
     if tracker is not None and (num := cfg.trainer.num_logger_eval_samples) > 0:
         samples = sample_table(rollouts.trajectories[:num], tokenizer)
         tracker.log_samples("trajectories/eval", samples, global_step or 0)
-    check_not_all_failed(rollouts.trajectories, "the evaluation failed, so there is no score")
+    check_not_all_failed(rollouts.trajectories, "the evaluation failed, no score is available")
     return metrics
 
 
@@ -91,8 +91,8 @@ def _write_trajectories(run_folder: RunFolder, global_step: int | None, rows: It
     run, whose files it would replace."""
     if global_step is None and any(file.phase == "train" for file in run_folder.list_trajectory_files()):
         logger.warning(
-            f"{run_folder.path} has trajectories of a training, so those of this evaluation are not written: give "
-            "another trainer.run_dir"
+            f"{run_folder.path} has trajectories of a training run, so trajectories of this evaluation are not "
+            "written: set another trainer.run_dir"
         )
         return
     run_folder.write_trajectories(global_step or 0, "eval", rows)
@@ -182,8 +182,8 @@ def _write_results(
             }
         )
     for source, rows in rows_of.items():
-        write_whole(folder / f"{source}.jsonl", _format_json_lines(rows))
-    write_whole(folder / f"{AGGREGATED}.jsonl", _format_json_lines([metrics]))
+        replace_file(folder / f"{source}.jsonl", _format_json_lines(rows))
+    replace_file(folder / f"{AGGREGATED}.jsonl", _format_json_lines([metrics]))
 
 
 def _format_json_lines(rows: list[JsonObject]) -> str:

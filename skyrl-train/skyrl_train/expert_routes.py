@@ -98,7 +98,7 @@ def pad_routes(routes: Sequence[ExpertRoutes | None], mask: torch.Tensor) -> tor
     if not shapes:
         return None
     if len(shapes) > 1:
-        raise ValueError(f"expert routes of a batch must be of one model; got layers, experts and types {shapes}")
+        raise ValueError(f"expert routes of a batch must come from one model; got layers, experts and dtypes {shapes}")
     [(shape, dtype)] = shapes
     kind = _TORCH_TYPES[dtype]
     padded = torch.full((*mask.shape, *shape), no_route(kind), dtype=kind)

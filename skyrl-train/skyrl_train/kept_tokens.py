@@ -41,7 +41,7 @@ class KeptTokens:
         return cls(counts, np.concatenate([np.zeros(0, np.int32), *sets]).astype(np.int32, copy=False))
 
     @classmethod
-    def whole_vocabulary(cls, length: int) -> "KeptTokens":
+    def full_vocabulary(cls, length: int) -> "KeptTokens":
         """Create the kept tokens of tokens that were not sampled or whose sampling mask is unknown."""
         return cls(np.zeros(length, np.int32), np.zeros(0, np.int32))
 
@@ -67,7 +67,7 @@ class KeptTokens:
         if isinstance(value, cls):
             return value
         if not isinstance(value, dict) or set(value) != {"counts", "ids"}:
-            raise ValueError("kept tokens must be an object of counts and ids")
+            raise ValueError("kept tokens must be an object with counts and ids")
         counts, ids = (np.frombuffer(base64.b64decode(value[name]), np.int32) for name in ("counts", "ids"))
         return cls(counts, ids)
 
@@ -89,7 +89,7 @@ def join_kept_tokens(parts: Sequence[KeptTokens]) -> KeptTokens:
     """Concatenate the kept tokens of the parts of a response."""
     if len(parts) == 1:
         return parts[0]
-    empty = KeptTokens.whole_vocabulary(0)
+    empty = KeptTokens.full_vocabulary(0)
     return KeptTokens(
         np.concatenate([each.counts for each in (empty, *parts)]),
         np.concatenate([each.ids for each in (empty, *parts)]),

@@ -123,12 +123,11 @@ def check_changes(changes: Sequence[Change], folder: Place, *, allowed: bool) ->
     if not defining or allowed:
         return
     others = [change for change in changes if not change.is_defining]
-    also = f"\nbesides (these may change):{lines_of(others)}" if others else ""
+    also = f"\nadditional differences (allowed):{lines_of(others)}" if others else ""
     raise ConfigError(
-        f"{folder} is a checkpoint of another experiment:{lines_of(defining)}{also}\n"
-        "Give this run a folder of its own (trainer.run_name or trainer.run_dir); or start anew in this one with "
-        "trainer.resume_mode=none, which keeps its checkpoints under other names; or go on from this checkpoint all "
-        "the same with trainer.resume_allow_changes=true"
+        f"{folder} is a checkpoint of another experiment:{lines_of(defining)}{also}\nUse another folder for this run "
+        "(trainer.run_name or trainer.run_dir); or start from scratch in this one with trainer.resume_mode=none, "
+        "which renames its checkpoints; or resume from this checkpoint anyway with trainer.resume_allow_changes=true"
     )
 
 

@@ -3,4 +3,4 @@
 import sys
 
 if __name__ == "__main__":
-    sys.exit("runs are shown by the dashboard: python -m skyrl_train.dashboard RUN (in a terminal: --terminal RUN)")
+    sys.exit("the dashboard shows runs: python -m skyrl_train.dashboard RUN (in a terminal: --terminal RUN)")

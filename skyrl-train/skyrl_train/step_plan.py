@@ -63,7 +63,7 @@ class StepPlan:
             steps = ", ".join(f"{self.num_steps * model.optimizer_steps} of the {model.name}" for model in trained)
             lines.append(f"the run: {self.num_steps} training steps; optimizer steps: {steps}")
         if self.prompts_left_out:
-            lines.append(f"left out: {self.prompts_left_out} prompts an epoch, which do not fill a batch")
+            lines.append(f"dropped: {self.prompts_left_out} prompts per epoch, which do not fill a batch")
         lines += self.notes
         return lines
 
@@ -173,13 +173,13 @@ def _format_lines(model: ModelPlan, update_epochs: int) -> list[str]:
     if model.num_mini_batches:
         lines = [
             f"{model.name}: {model.num_mini_batches} mini-batches x {update_epochs} update epochs = "
-            f"{model.optimizer_steps} optimizer steps a training step",
+            f"{model.optimizer_steps} optimizer steps per training step",
             f"  a mini-batch: {model.samples_a_mini_batch} samples over {ranks} = {model.samples_a_rank} samples "
             f"{'at most' if uneven else 'each'}, {model.micro_batches} micro-batches each"
             + (f"; {model.dummy_micro_batches} dummy micro-batches" if model.dummy_micro_batches else ""),
         ]
     if model.forward_micro_batches:
-        lines.append(f"{model.name}, forward only: {ranks}, {model.forward_micro_batches} micro-batches each a step")
+        lines.append(f"{model.name}, forward only: {ranks}, {model.forward_micro_batches} micro-batches each per step")
     return lines
 
 
@@ -187,21 +187,23 @@ def _build_notes(cfg: SkyRLConfig) -> tuple[str, ...]:
     notes = []
     if cfg.trainer.max_tokens_per_microbatch is not None:
         notes.append(
-            f"micro-batches hold at most {cfg.trainer.max_tokens_per_microbatch} tokens: their numbers are those of "
-            f"samples of {cfg.generator.longest_context} tokens each, and fewer with shorter ones"
+            f"micro-batches hold at most {cfg.trainer.max_tokens_per_microbatch} tokens: the counts assume samples of "
+            f"{cfg.generator.longest_context} tokens each; shorter samples need fewer"
         )
     if cfg.generator.step_wise_trajectories:
-        notes.append("every turn is a sample of its own (step-wise): the numbers of samples are for one turn each")
+        notes.append("every turn is a separate sample (step-wise): the counts of samples assume one turn each")
     if not cfg.generator.uses_environments:
         notes.append(
-            f"{cfg.generator.task or 'generator.harness'} sets the length of trajectories; one has a row for each "
-            "sequence of turns that only append, usually one: the numbers of samples are for one row each"
+            f"{cfg.generator.task or 'generator.harness'} sets the length of trajectories; a trajectory has a row for "
+            "each append-only sequence of turns, usually one: the counts of samples assume one row each"
         )
     notes += _format_overlong_note(cfg)
     sampling = cfg.trainer.algorithm.dynamic_sampling
     if sampling.type == "filter":
         limit = f"up to {sampling.max_sample_batches}" if sampling.max_sample_batches > 0 else "any number of"
-        notes.append(f"dynamic sampling: {limit} batches of prompts fill one, so an epoch may have fewer steps")
+        notes.append(
+            f"dynamic sampling: {limit} batches of prompts may be needed to fill one, so an epoch may have fewer steps"
+        )
     return tuple(notes)
 
 

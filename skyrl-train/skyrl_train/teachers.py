@@ -84,13 +84,13 @@ class EngineTeacher:
         if needed in info.unsupported:
             raise ConfigError(
                 f"{setting}: its engines ({info.backend} {info.release}) do not return {needed.replace('_', ' ')}: "
-                f"{info.unsupported[needed]}; let it compute in training workers (engines=0, no urls)"
+                f"{info.unsupported[needed]}; run it in training workers (engines=0, no urls)"
             )
         if longest >= info.max_model_len:
             raise ConfigError(
-                f"{setting}: its engines take {info.max_model_len} tokens, and prompts and responses of this run have "
-                f"up to {longest} (generator.max_input_length + generator.sampling_params.max_generate_length), with "
-                "one more to generate; lower them, or use a teacher with a longer context"
+                f"{setting}: its engines accept {info.max_model_len} tokens, but prompts and responses of this run "
+                f"have up to {longest} (generator.max_input_length + generator.sampling_params.max_generate_length), "
+                "and one more token is generated; lower them, or use a teacher with a longer context"
             )
 
     async def score(self, batch: TrainingInputBatch, num_top: int) -> TeacherScores:

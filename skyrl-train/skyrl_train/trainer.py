@@ -337,7 +337,7 @@ class RayPPOTrainer(TrainingRun):
         generator = self.cfg.generator
         if is_sound(group, LengthLimits.of(generator, generator.sampling_params)):
             self._arrivals.add(group)
-            self.forwards.offer(self._arrivals.places(self.cfg.trainer.train_batch_size))
+            self.forwards.offer(self._arrivals.compute_positions(self.cfg.trainer.train_batch_size))
 
     def check_rollouts(self, rollouts: RolloutBatch) -> RolloutBatch:
         """Record generator faults on the trajectories. Override this method for custom filters: it runs before dynamic
@@ -514,7 +514,7 @@ class RayPPOTrainer(TrainingRun):
             estimator = self.cfg.trainer.algorithm.advantage_estimator
             logger.warning(
                 f"trainer.algorithm.advantage_estimator={estimator} is not defined for prompts with a negative mean "
-                f"reward: their advantages are 0 (see {metric}). Use rewards of 0 and above"
+                f"reward: their advantages are 0 (see {metric}). Use non-negative rewards"
             )
         self.all_metrics |= metrics
         return batch
@@ -601,8 +601,8 @@ class RayPPOTrainer(TrainingRun):
     def load_state(self, state: dict[str, Any]) -> None:
         if "schedule" in state and not self.cfg.trainer.fully_async.enabled:
             logger.warning(
-                "the checkpoint is of asynchronous training: groups that were finished and not trained are generated "
-                "again, and prompts that were trained out of order come twice or not at all in this epoch"
+                "the checkpoint is from asynchronous training: groups that were finished but not trained are "
+                "generated again, and prompts that were trained out of order are repeated or skipped in this epoch"
             )
         self.train_dataloader.load_state_dict(state["dataloader"])
         self.reward_kl_controller.value = state["reward_kl_coef"]

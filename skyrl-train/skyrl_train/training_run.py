@@ -264,7 +264,7 @@ class TrainingRun(ABC):
         self._start_record()
         for hook in self.hooks:
             hook.on_resume()
-        logger.info(f"resumed after step {self.global_step} from {folder}")
+        logger.info(f"resumed from {folder} after step {self.global_step}")
         if changes:
             logger.warning(f"settings differ from those of that checkpoint:{lines_of(changes)}")
         if self.global_step >= self.total_training_steps:
@@ -320,8 +320,8 @@ def check_resumption(trainer: TrainerConfig, checkpoints: CheckpointStore, prove
     origin = Provenance.read(folder)
     if origin is None:
         logger.warning(
-            f"{folder} does not record its settings and data (an earlier release wrote it): they are not compared with "
-            "those of this run"
+            f"{folder} does not record its settings and data (written by an earlier release), so they are not "
+            "compared with this run"
         )
         return []
     changes = changes_between(origin, provenance)
@@ -350,9 +350,10 @@ def check_before_start(cfg: SkyRLConfig, dataset: Dataset | None) -> None:
 def finished_message(folder: Place, total_steps: int) -> str:
     """Return the message for a run whose checkpoint in `folder` has the last step or a later one."""
     return (
-        f"this run is finished: {folder} is of step {extract_step_from_path(folder)}, and these settings end after "
-        f"step {total_steps}. To train on, raise trainer.max_training_steps or trainer.epochs; to train anew, set "
-        "trainer.resume_mode=none (which keeps the checkpoints under other names) or another trainer.run_name"
+        f"this run is finished: {folder} is the checkpoint of step {extract_step_from_path(folder)}, and these "
+        f"settings end after step {total_steps}. To continue training, raise trainer.max_training_steps or "
+        "trainer.epochs; to train from scratch, set trainer.resume_mode=none (which renames the checkpoints) or "
+        "another trainer.run_name"
     )
 
 

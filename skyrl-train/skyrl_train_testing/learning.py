@@ -139,7 +139,7 @@ class Apprentice:
     def with_forwards(self, batch: TrainingInputBatch, schedule: Schedule) -> TrainingInputBatch:
         """The batch with what models say of it before anything is learnt."""
         columns = {"action_log_probs": self.policy, "base_action_log_probs": self.ref, "values": self.critic}
-        [micro_batches], [rows] = schedule.whole(), schedule.split(batch)
+        [micro_batches], [rows] = schedule.merge_mini_batches(), schedule.split(batch)
         for name, worker in columns.items():
             if worker is not None:
                 batch[name] = schedule.gather([worker.forward(rows, micro_batches)], "output")
@@ -197,7 +197,7 @@ class Apprentice:
         """Collate episodes into the trainer's tensors."""
         sequences, attention_mask, response_mask, rewards, loss_mask, log_probs = (
             convert_prompts_responses_to_batch_tensors(
-                SimpleNamespace(pad_token_id=0),  # type: ignore[arg-type]  # all that is asked of a tokenizer
+                SimpleNamespace(pad_token_id=0),  # type: ignore[arg-type]  # the only attribute of the tokenizer that is used
                 [episode.prompt for episode in episodes],
                 [episode.response for episode in episodes],
                 [episode.rewards for episode in episodes],

@@ -171,7 +171,7 @@ class HolderProcesses:
         return [self.call(index, method, *args) for index in range(len(self.processes))]
 
     def restart(self, index: int) -> None:
-        """End a process, if it still lives, and start another in its place."""
+        """Terminate a process, if it is alive, and start a replacement."""
         self.processes[index].kill()
         self.processes[index].join(10)
         self._pipes[index], self.processes[index] = self._start_process()
@@ -199,7 +199,7 @@ class HolderProcesses:
 
 
 def _serve(pipe: Connection, make_holder: Callable[[], Any]) -> None:
-    """Answer calls one after the other until the other end is gone."""
+    """Execute calls sequentially until the other end is closed."""
     torch.set_num_threads(1)
     holder = make_holder()
     while True:

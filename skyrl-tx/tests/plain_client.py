@@ -62,11 +62,11 @@ class Client:
         await self._http.aclose()
 
     async def get(self, path: str) -> httpx.Response:
-        return await self._until_answered("GET", path)
+        return await self._poll_until_answered("GET", path)
 
     async def post(self, path: str, body: dict[str, Any] | bytes) -> dict[str, Any]:
         """Raises Refused."""
-        return (await self._until_answered("POST", path, **_content(body))).json()
+        return (await self._poll_until_answered("POST", path, **_content(body))).json()
 
     async def fetch(self, request_id: str) -> bytes:
         """Waits for a result; passes and samples come as protobuf.
@@ -77,7 +77,7 @@ class Client:
         while True:
             content = _content({"request_id": request_id})
             content["headers"] |= {"Accept": PROTOBUF}
-            answer = await self._until_answered("POST", "retrieve_future", poll=True, **content)
+            answer = await self._poll_until_answered("POST", "retrieve_future", poll=True, **content)
             if answer.status_code == 408:
                 continue
             if answer.headers["content-type"] != PROTOBUF and "error" in (said := answer.json()):
@@ -98,7 +98,9 @@ class Client:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             await self.post("session_heartbeat", {"session_id": session_id})
 
-    async def _until_answered(self, method: str, path: str, *, poll: bool = False, **content: Any) -> httpx.Response:
+    async def _poll_until_answered(
+        self, method: str, path: str, *, poll: bool = False, **content: Any
+    ) -> httpx.Response:
         deadline, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
         while True:
             trouble = "no answer"

@@ -43,8 +43,9 @@ class Wire:
         self._counter = itertools.count()
 
     def call(self, method: str, path: str, body: object = None, **options: Any) -> httpx.Response:
-        """One request. `path` without the prefix `/api/v1/`; `body` goes as JSON. 429 is waited for and tried again, as
-        clients do."""
+        """Send one request. `path`: without the prefix `/api/v1/`; `body`: sent as JSON. A 429 response is retried
+        after its delay, as clients do.
+        """
         if body is not None:
             options["json"] = body
         for _ in range(20):

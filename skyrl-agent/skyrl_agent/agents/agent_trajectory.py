@@ -50,8 +50,8 @@ class AgentTrajectory(BaseTrajectory):
             return
         if task.make_environment is not None and cfg.dispatcher.type in LENDS_NOTHING:
             raise ConfigError(
-                f"task={cfg.task!r} works in environments that the dispatcher lends: set dispatcher.type to "
-                f"async_fix_pool; got {cfg.dispatcher.type}"
+                f"task={cfg.task!r} needs environments from the dispatcher: set dispatcher.type to async_fix_pool; "
+                f"got {cfg.dispatcher.type}"
             )
         for tool in agent.toolbox.tools.values():
             if isinstance(tool, RuntimeTool) and task.make_environment is None:
@@ -98,7 +98,7 @@ class AgentTrajectory(BaseTrajectory):
             judgement = Judgement(float(judgement))
         if judgement.not_run:  # the first runtime has seen the agent's changes
             async with self._open_evaluation_runtime(spec or self.task.runtime_spec(self.instance)) as runtime:
-                assert runtime is not None, "tests that were not run have a runtime"
+                assert runtime is not None, "tests need a runtime"
                 judgement = await self.task.recheck(self.instance, judgement, runtime)
         self.result.reward, self.result.reward_parts = judgement.reward, dict(judgement.parts)
         self.result.finish_reason = judgement.finish_reason or self.result.finish_reason

@@ -3,7 +3,7 @@
 from skyrl_agent.agents.trajectory import BaseTrajectory
 from skyrl_agent.types import TrajectoryResult
 
-__all__ = ["BaseTrajectory", "TrajectoryResult"]  # and AgentRunner, which lies above: imported when asked for
+__all__ = ["BaseTrajectory", "TrajectoryResult"]  # and AgentRunner, which is in a higher layer: imported on first use
 
 
 def __getattr__(name: str) -> object:

@@ -165,8 +165,8 @@ class Agent:
             return
         _warned_of_rows.add(len(conversation.breaks))
         logger.warning(
-            "the %d turns of a trajectory make %d training rows, of about %.1f times the tokens of one, as the chat "
-            "template rewrites earlier messages; generator.append_only: true makes one row",
+            "the %d turns of a trajectory make %d training rows with about %.1f times the tokens of one row, because "
+            "the chat template rewrites earlier messages; generator.append_only: true makes one row",
             self.num_steps,
             len(conversation.breaks) + 1,
             conversation.token_factor,
@@ -182,7 +182,7 @@ class Agent:
         )
         while self._can_step():
             input_ids = conversation.input_ids()
-            room = self._compute_room(conversation, input_ids)
+            room = self._count_free_tokens(conversation, input_ids)
             if room <= 0:
                 return Outcome(CONTEXT_WINDOW_EXCEEDED)
             with waiting(f"the model's answer {self.num_steps + 1}"):
@@ -209,7 +209,7 @@ class Agent:
     def _can_step(self) -> bool:
         return self.num_steps < self.settings.max_iterations and (self.depth == 0 or self.step_budget.take())
 
-    def _compute_room(self, conversation: Conversation, input_ids: list[int]) -> int:
+    def _count_free_tokens(self, conversation: Conversation, input_ids: list[int]) -> int:
         """Return the number of tokens left for a response."""
         room, most = self._count_tokens_left(conversation), self.settings.max_context_length
         return room if most is None else min(room, most - len(input_ids))
@@ -242,7 +242,7 @@ class Agent:
         room, most = self.settings.max_prompt_length, self.settings.max_context_length
         room = room if most is None else min(room, most - len(input_ids))
         if room <= 0:
-            raise ValueError(f"the question has {len(input_ids)} tokens, and generator.max_context_length is {most}")
+            raise ValueError(f"the prompt has {len(input_ids)} tokens, but generator.max_context_length is {most}")
         text, _ = await self.model.answer(input_ids, room, f"{self.agent_id}-beside")
         return text
 

@@ -40,7 +40,7 @@ def _find_unregistered(agent_cls: str, registry: dict[str, str | type]) -> str |
         own = resolve_class(agent_cls, "agent_cls")
     except ConfigError as error:
         raise ConfigError(
-            f"{error}; {did_you_mean(agent_cls, registry)} (an agent of your own: the dotted path of a subclass of "
+            f"{error}; {did_you_mean(agent_cls, registry)} (for a custom agent: the dotted path of a subclass of "
             "skyrl_agent.agents.loop.Agent or skyrl_agent.agents.trajectory.BaseTrajectory)"
         ) from error
     if registry is AGENT_GENERATOR_REGISTRY:

@@ -1,4 +1,4 @@
-"""Requests to the model, with a deadline. Knows no conversation."""
+"""Requests to the model, with a deadline. Independent of conversations."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Waits with a deadline and an owner. Knows no agent."""
+"""Waits with a deadline and an owner. Independent of agents."""
 
 import asyncio
 from collections.abc import Coroutine

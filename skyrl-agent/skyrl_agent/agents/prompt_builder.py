@@ -32,8 +32,8 @@ class PromptBuilder:
         self.format = TOOL_FORMATS[settings.tool_format]
         if settings.append_only and settings.remove_think_tokens:
             raise ConfigError(
-                "generator.append_only=true keeps what the model wrote and generator.remove_think_tokens=true removes "
-                "its thoughts; set one of them"
+                "generator.append_only=true keeps the model's output unchanged, but "
+                "generator.remove_think_tokens=true removes its reasoning; set only one of them"
             )
         self.chat_template = get_configured_chat_template(settings.chat_template, settings.qwen3_acc_thinking)
 

@@ -1,4 +1,4 @@
-"""Texts of an agent to its model; the wording is free to change. Knows no loop."""
+"""Texts of an agent to its model; the wording is free to change. Independent of the agent loop."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Detector of repeated turns. Knows no agent."""
+"""Detector of repeated turns. Independent of agents."""
 
 from collections.abc import Hashable
 

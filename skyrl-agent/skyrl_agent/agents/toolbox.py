@@ -1,4 +1,4 @@
-"""Tools of one agent: open_all, called within limits, closed. Knows no model and no conversation."""
+"""Tools of one agent: open_all, called within limits, closed. Independent of models and conversations."""
 
 import asyncio
 import logging

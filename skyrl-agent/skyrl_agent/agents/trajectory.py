@@ -1,4 +1,4 @@
-"""Base class of trajectories: three stages, and the record of the end. Knows no queue and no batch."""
+"""Base class of trajectories: three stages, and the record of the end. Independent of queues and batches."""
 
 import asyncio
 import uuid

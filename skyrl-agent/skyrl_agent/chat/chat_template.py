@@ -14,8 +14,8 @@ def get_configured_chat_template(path: str | None, qwen3_acc_thinking: bool = Fa
         return bundled_template("qwen3_acc_thinking") if qwen3_acc_thinking else None
     if qwen3_acc_thinking:
         raise ConfigError(
-            f"generator.chat_template={path!r} and generator.qwen3_acc_thinking each choose a template; "
-            "give one of them"
+            f"generator.chat_template={path!r} and generator.qwen3_acc_thinking both set the chat template; remove "
+            "one of them"
         )
     try:
         return read_template_file("generator.chat_template", path)

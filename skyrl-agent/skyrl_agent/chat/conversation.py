@@ -175,7 +175,7 @@ class Conversation:
             step = whole[len(before) :]
         try:
             end = self._count_generated_end(answer, step)
-        except _AnswerMismatch as difference:
+        except _ResponseMismatch as difference:
             return self._render_all(Break(index, "assistant", str(difference)))
         return _Prompt(self._written + self.encoder.encode_continuation(step[end:]), step)
 
@@ -213,11 +213,11 @@ class Conversation:
         wrote_end = bool(ids) and self.encoder.is_special(ids[-1])
         own = written.removesuffix(self.encoder.decode(ids[-1:])) if wrote_end else written
         if not end or not _is_equivalent(answer, own, body):
-            raise _AnswerMismatch(
-                f"the model wrote {_format_excerpt(own)} and the template writes {_format_excerpt(body or step)}"
+            raise _ResponseMismatch(
+                f"the model generated {_format_excerpt(own)} and the template renders {_format_excerpt(body or step)}"
             )
         if wrote_end and self.encoder.decode(ids[-1:]) != end:
-            raise _AnswerMismatch(f"the model ended it with {self.encoder.decode(ids[-1:])}, the template with {end}")
+            raise _ResponseMismatch(f"the model ended it with {self.encoder.decode(ids[-1:])}, the template with {end}")
         return len(body) + (len(end) if wrote_end else 0)
 
     def _find_rewritten_message(self, before: str, whole: str) -> Break:
@@ -241,7 +241,7 @@ class Conversation:
         return Break(index, str(self.messages[index].get("role")), why)
 
 
-class _AnswerMismatch(Exception):
+class _ResponseMismatch(Exception):
     """Difference between the rendered and the generated text of a response."""
 
 
@@ -272,8 +272,9 @@ def _log_warning(template: str, role: str, added: tuple[str, ...], broken: Break
     if (template, role, added) not in _warned:
         _warned.add((template, role, added))
         logger.warning(
-            "the chat template does not only append: message %d (%s): %s. From here a new training row begins, and "
-            "wherever this happens again (said once). generator.append_only keeps what the model has read and written",
+            "the chat template does not only append: message %d (%s): %s. A new training row starts here and "
+            "wherever this happens again (reported once). generator.append_only keeps all tokens that the model has "
+            "seen and generated",
             broken.message_index,
             role,
             broken.why,

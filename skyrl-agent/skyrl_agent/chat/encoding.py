@@ -1,4 +1,4 @@
-"""Encoder of chat messages that verifies steps of a conversation. Knows no conversation's state."""
+"""Encoder of chat messages that verifies steps of a conversation. Independent of conversation state."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Turns of a model as tokens, and the training rows they make. Knows no tokenizer and no agent."""
+"""Turns of a model as tokens, and the training rows they make. Independent of tokenizers and agents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -110,8 +110,8 @@ def _check(action: TokensWithLogprobs, index: int) -> None:
     ids = action.token_ids
     if ids is None:
         raise ValueError(
-            f"transition {index} has no token ids, so it cannot be trained on: encode its text "
-            f"(chat.conversation.Conversation does), or ask a server that returns ids"
+            f"transition {index} has no token ids, so it cannot be trained on: encode its text (with "
+            "chat.conversation.Conversation), or use a server that returns ids"
         )
     for what, values in (("logprobs", action.logprobs), ("weight_versions", action.weight_versions)):
         if values is not None and len(values) != len(ids):

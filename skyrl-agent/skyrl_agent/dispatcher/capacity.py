@@ -1,4 +1,4 @@
-"""Slots of the stages, shared by all batches of a runner that run at the same time. Knows no trajectories."""
+"""Slots of the stages, shared by all batches of a runner that run at the same time. Independent of trajectories."""
 
 import itertools
 from collections.abc import Hashable, Sequence

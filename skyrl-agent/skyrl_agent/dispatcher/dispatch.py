@@ -94,7 +94,7 @@ class Dispatch:
         remaining trajectories; their finish reason is `cancelled`.
         """
         if self.total:
-            raise RuntimeError("a Dispatch runs one batch: make another for the next")
+            raise RuntimeError("a Dispatch runs one batch: create a new one for the next batch")
         self.total, self._began, self._ended = len(trajectories), self._now(), 0.0
         in_order = list(trajectories)
         if self.section.order != "instances":
@@ -239,9 +239,9 @@ class Dispatch:
         except DeadlineExceeded as error:
             self._meters[stage].timeouts += 1
             self._abandoned += error.abandoned
-            late = f"{stage} did not end within {seconds:g} s"
+            late = f"{stage} did not finish within {seconds:g} s"
             why = await explanation(f"{name}: {late}")
-            raise StageTimeout(f"{late}; dispatcher.{stage}.timeout_seconds can allow more{why}") from None
+            raise StageTimeout(f"{late}; raise dispatcher.{stage}.timeout_seconds to allow more{why}") from None
 
     async def _run_with_environment(self, state: TrajectoryState, initialize: Callable) -> None:
         if self._pool and state.environment_index is not None:
@@ -302,9 +302,11 @@ class Dispatch:
             await wait_before_deadline(trajectory.close(), grace, grace)
         except DeadlineExceeded as error:
             self._abandoned += error.abandoned
-            logger.warning("closing a trajectory did not end within %g s; its runtime's lease removes it", grace)
+            logger.warning(
+                "closing a trajectory did not finish within %g s; its runtime is removed when its lease expires", grace
+            )
         except Exception:  # user code may raise anything; a runtime left over does not concern the other trajectories
-            logger.warning("closing a trajectory failed; its runtime's lease removes it", exc_info=True)
+            logger.warning("closing a trajectory failed; its runtime is removed when its lease expires", exc_info=True)
 
     async def _stop_all(self, tasks: Iterable[asyncio.Task[None]]) -> None:
         for task in tasks:

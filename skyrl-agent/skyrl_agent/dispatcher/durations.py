@@ -1,4 +1,4 @@
-"""Expected durations of an instance's trajectories, from those that have ended. Knows no limits and no queues."""
+"""Expected durations of an instance's trajectories, from those that have ended. Independent of limits and queues."""
 
 import math
 from collections import deque

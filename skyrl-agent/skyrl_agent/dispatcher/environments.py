@@ -1,4 +1,4 @@
-"""Pool of a fixed number of environments, each used by one trajectory at a time. Knows no stages."""
+"""Pool of a fixed number of environments, each used by one trajectory at a time. Independent of stages."""
 
 import asyncio
 import heapq
@@ -46,7 +46,7 @@ class EnvironmentPool:
             environment = await self._make(index) if self._make else index
             if self._leases.get(index) is not lease:  # the trajectory was abandoned meanwhile
                 await self._close_one(environment)
-                raise TimeoutError(f"environment {index} was made too late, and closed again")
+                raise TimeoutError(f"environment {index} was created too late and closed again")
             self._environments[index] = environment
         return self._environments[index]
 
@@ -72,7 +72,7 @@ class EnvironmentPool:
         try:
             await wait_before_deadline(_call(self._close, environment), self._close_seconds, self._close_seconds)
         except Exception:  # user code may raise anything; the other environments must be closed as well
-            logger.warning("closing an environment failed; it may be left over: %r", environment, exc_info=True)
+            logger.warning("closing an environment failed; its resources may remain: %r", environment, exc_info=True)
 
 
 async def _call(function: CloseEnvironment, environment: object) -> None:

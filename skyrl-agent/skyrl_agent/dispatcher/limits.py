@@ -1,4 +1,4 @@
-"""Limits on concurrent trajectories, served by priority. Knows no trajectories."""
+"""Limits on concurrent trajectories, served by priority. Independent of trajectories."""
 
 import asyncio
 import heapq

@@ -73,13 +73,13 @@ def plan_of(section: DispatcherSection, val_mode: bool = False) -> Plan:
     plan = PLANS[section.type](*get_parallel_agents(section, val_mode).values())
     if section.num_environments and not plan.reuses_environments:
         raise ConfigError(
-            f"dispatcher.num_environments={section.num_environments} is read by async_fix_pool alone; "
+            f"dispatcher.num_environments={section.num_environments} has an effect only with async_fix_pool; "
             f"dispatcher.type is {section.type}"
         )
     if section.max_alive and section.type not in ("auto", "async_pipeline"):
         raise ConfigError(
-            f"dispatcher.max_alive={section.max_alive} is read by auto and async_pipeline; dispatcher.type is "
-            f"{section.type}, whose limit is max_parallel_agents"
+            f"dispatcher.max_alive={section.max_alive} has an effect only with auto and async_pipeline; "
+            f"dispatcher.type is {section.type}, which uses max_parallel_agents"
         )
     return replace(
         plan,
@@ -101,16 +101,18 @@ def get_parallel_agents(section: DispatcherSection, val_mode: bool) -> dict[str,
 
 def build_unknown_type_error(name: str, known: Iterable[str]) -> ConfigError:
     """Build the error of an unknown `dispatcher.type`."""
-    return ConfigError(f"dispatcher.type={name!r} is not known; {did_you_mean(name, known)}")
+    return ConfigError(f"dispatcher.type={name!r} is unknown; {did_you_mean(name, known)}")
 
 
 def _merge_val_config(stage: Stage, by_type: StageLimits, by_user: StageLimits) -> StageLimits:
     layers = (DEFAULTS[stage], by_type, by_user)
     limits = StageLimits(**{k: v for layer in layers for k, v in layer.model_dump(exclude_none=True).items()})
     if limits.queue is not None and (stage == "initialize" or limits.parallel is None):
-        why = "all trajectories wait there from the start" if stage == "initialize" else "the stage has no limit"
+        why = (
+            "all trajectories wait in this stage from the start" if stage == "initialize" else "the stage has no limit"
+        )
         raise ConfigError(
-            f"dispatcher.{stage}.queue={limits.queue} has no meaning: {why}; remove it"
+            f"dispatcher.{stage}.queue={limits.queue} has no effect: {why}; remove it"
             + ("" if stage == "initialize" else f", or set dispatcher.{stage}.parallel")
         )
     return limits

@@ -1,4 +1,4 @@
-"""Automatic limits of stages, from measured stage times. Knows no trajectories and no queues."""
+"""Automatic limits of stages, from measured stage times. Independent of trajectories and queues."""
 
 import math
 from collections import defaultdict, deque

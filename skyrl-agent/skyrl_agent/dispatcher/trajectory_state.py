@@ -53,4 +53,4 @@ class TrajectoryState:
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """`TrajectoryResult.stage_seconds`"""
     seconds_alone: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of each stage as if no other trajectory had run beside it, as far as that is known."""
+    """Seconds of each stage as if no other trajectory had run concurrently, as far as that is known."""

@@ -1,4 +1,4 @@
-"""Waits with deadlines. Knows no trajectories."""
+"""Waits with deadlines. Independent of trajectories."""
 
 import asyncio
 import logging
@@ -45,7 +45,7 @@ async def wait_before_deadline(work: Coroutine[object, None, T], seconds: float 
         await _stop(task, grace)
         raise DeadlineExceeded(abandoned=not task.done())
     if task.cancelled():
-        raise InfraError("a library within the work cancelled it without a reason")
+        raise InfraError("a library cancelled the task without a reason")
     return task.result()
 
 
@@ -69,7 +69,7 @@ async def _stop(task: asyncio.Task[object], grace: float) -> None:
     task.add_done_callback(_log_abandoned_error)
     await wait_despite_cancellation(_wait(task, grace))
     if not task.done():
-        logger.warning("abandoned after %g s, as it ignores its cancellation: %r", grace, task)
+        logger.warning("abandoned after %g s because it ignored its cancellation: %r", grace, task)
 
 
 async def _wait(task: asyncio.Task[object], seconds: float) -> None:

@@ -97,8 +97,8 @@ def get_backend(name: str) -> Backend:
             found = getattr(import_module(module), attribute)
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"generator.infer_backend={name!r} needs {error.name}, which is not installed; "
-                f"the extras of skyrl-agent bring what backends need"
+                f"generator.infer_backend={name!r} needs {error.name}, which is not installed; install the extra of "
+                "skyrl-agent for this backend"
             ) from error
         BACKEND_REGISTRY[name] = found
     return found

@@ -92,7 +92,7 @@ class OpenAIBackend:
         if models and self.settings.model_name not in models:
             raise InfraError(
                 f"generator.backend_config.model_name={self.settings.model_name!r} is not served at "
-                f"{self.settings.api_url}; there is {', '.join(models)}"
+                f"{self.settings.api_url}; it serves {', '.join(models)}"
             )
 
     async def async_generate_ids(

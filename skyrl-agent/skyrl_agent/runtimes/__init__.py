@@ -74,18 +74,21 @@ def merge_spec(section: RuntimeSection, spec: RuntimeSpec) -> RuntimeSpec:
         raise ConfigError(f"the task's runtime: {error}") from None
     if section.url is not None and section.kind not in (None, "auto", "remote"):
         raise ConfigError(
-            f"runtime.url={section.url!r} is read by kind remote alone; runtime.kind is {section.kind}: leave out one"
+            f"runtime.url={section.url!r} has an effect only with kind remote; runtime.kind is "
+            f"{section.kind}: remove one of them"
         )
     of_containers = {name: value for name in CONTAINER_SETTINGS if (value := getattr(section, name)) is not None}
     kind = section.kind or ("remote" if section.url else spec.kind)
     if of_containers and kind in ("local", "remote"):
         named = ", ".join(f"runtime.{name}={value}" for name, value in of_containers.items())
-        raise ConfigError(f"{named} is read by containers of this machine alone; runtime.kind is {kind}: leave it out")
+        raise ConfigError(
+            f"{named} has an effect only for containers on this machine; runtime.kind is {kind}: remove it"
+        )
     if kind == "local" and (image := section.image or spec.image):
         source = "runtime.image" if section.image else "the task's image"
         raise ConfigError(
-            f"{source}={image} is read by containers alone; runtime.kind is local: set it to auto, docker or podman, "
-            "or leave the image out"
+            f"{source}={image} has an effect only for containers; runtime.kind is local: set it to auto, docker or "
+            "podman, or remove the image"
         )
     given = {name: value for name in ("kind", "image", "url", "lease_seconds") if (value := getattr(section, name))}
     given |= of_containers
@@ -93,8 +96,8 @@ def merge_spec(section: RuntimeSection, spec: RuntimeSpec) -> RuntimeSpec:
         given["token"] = os.environ.get(section.token_env)
         if not given["token"]:
             raise ConfigError(
-                f"runtime.token_env: the environment variable {section.token_env} is not set; it should hold the token "
-                "of the runtime server"
+                f"runtime.token_env: the environment variable {section.token_env} is not set; set it to the token of "
+                "the runtime server"
             )
     limits = spec.limits
     if (seconds := section.command_timeout_seconds) is not None:

@@ -1,4 +1,4 @@
-"""Interface of runtimes: an agent's machine with files and a shell. Knows no backend."""
+"""Interface of runtimes: an agent's machine with files and a shell. Independent of backends."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

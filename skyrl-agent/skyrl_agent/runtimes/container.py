@@ -42,8 +42,10 @@ while [ $misses -lt 60 ]; do
     sleep 1
 done
 """
-"""Process 1: deaf to the commands beside it, and ends the container when the lease was not renewed for so long. What it
-runs may be killed at any moment, with the processes that a command left: no output says nothing, unless it goes on."""
+"""Process 1: ignores signals of the commands in the container, and ends the container when the lease was not renewed
+for so long. What it runs may be killed at any moment, with the processes that a command left: no output says nothing,
+unless it goes on.
+"""
 LIMITED = 'ulimit -c 0; ulimit -t "$1" && ulimit -f "$2" && shift 2 && exec "$@"'
 WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1"'
 READ = 'test -e "$1" || exit 4; test -f "$1" || exit 5; head -c "$2" "$1"'
@@ -119,7 +121,7 @@ class Machine(Container):
         if ended.returncode == 4:
             raise FileNotFoundError(f"no file {path!r} in the working directory")
         if ended.returncode != 0:
-            raise ValueError(f"{path!r} is not a plain file that can be read: {_format_error(ended)}")
+            raise ValueError(f"{path!r} is not a readable regular file: {_format_error(ended)}")
         if len(ended.stdout) > max_bytes:
             raise ValueError(f"{path!r} is larger than {max_bytes} bytes")
         return ended.stdout

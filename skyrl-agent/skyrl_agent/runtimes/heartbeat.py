@@ -16,7 +16,7 @@ BEATS_PER_LEASE = 4
 LONGEST_PAUSE_SECONDS = 30.0
 
 
-class Heart:
+class LeaseRenewal:
     """Lease renewal of one process."""
 
     def __init__(self) -> None:
@@ -87,13 +87,13 @@ def _is_readable(descriptor: int) -> bool:
     return bool(poll.poll(0))
 
 
-heart = Heart()
+heart = LeaseRenewal()
 
 
 def _reset_after_fork() -> None:
     """Reset state in a forked child, which inherits neither threads nor leases."""
     global heart
-    heart = Heart()
+    heart = LeaseRenewal()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)

@@ -64,7 +64,9 @@ def make_leased_sandbox(spec: RuntimeSpec) -> LeasedSandbox[Any]:
     if of_containers:
         named = ", ".join(f"runtime.{name}={value}" for name, value in of_containers.items())
         fix = "set runtime.kind to docker or podman" if spec.kind == "local" else "set runtime.image"
-        raise ConfigError(f"{named} is read by containers alone, and this runtime is none: {fix}, or leave it out")
+        raise ConfigError(
+            f"{named} has an effect only for containers, and this runtime is not one: {fix}, or remove it"
+        )
     if isinstance(found, LocalSandbox):
         return LeasedLocalSandbox(spec.limits, links=spec.links)
     return LeasedProcessSandbox(spec.limits)
@@ -160,7 +162,7 @@ class HostRuntime:
 
     def _open(self) -> None:
         if self._sandbox is not None:
-            raise InfraError(f"runtime {self.id} is started already")
+            raise InfraError(f"runtime {self.id} has already been started")
         sandbox = make_leased_sandbox(self.spec)
         heartbeat.heart.start_watcher()
         self._lease = sandbox.create_lease(self.id, self.spec.lease_seconds)
@@ -241,7 +243,7 @@ class _Command:
     ) -> ExecResult:
         with self._lock:
             if self._cancelled:
-                raise InfraError("the command was cancelled before it began")
+                raise InfraError("the command was cancelled before it started")
             try:
                 self._command = command = sandbox.begin(argv, env, limits)
             except ValueError as error:  # invalid arguments: a NUL byte, or megabytes

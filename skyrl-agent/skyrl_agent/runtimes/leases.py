@@ -63,7 +63,7 @@ class Lease:
             path.write_text(json.dumps(record))
         except OSError as error:
             raise InfraError(
-                f"no lease of a runtime can be written in {path.parent} ({error}): {FOLDER_HELP}"
+                f"leases of runtimes cannot be written in {path.parent} ({error}): {FOLDER_HELP}"
             ) from error
         return lease
 
@@ -73,7 +73,7 @@ class Lease:
         try:
             return cls(**json.loads(path.read_text()), path=path)
         except TypeError as error:
-            raise ValueError(f"{path} is no lease: {error}") from error
+            raise ValueError(f"{path} is not a lease: {error}") from error
 
     def renew(self) -> None:
         with suppress(FileNotFoundError):  # the lease expired; calls of the runtime will report it
@@ -112,7 +112,7 @@ class Lease:
         return f"no heartbeat for {self.age:.0f} s" if self.age > self.seconds else None
 
 
-FOLDER_HELP = f"set {FOLDER_VARIABLE} to a folder that can be written"
+FOLDER_HELP = f"set {FOLDER_VARIABLE} to a writable folder"
 
 
 def leases() -> list[Lease]:

@@ -32,7 +32,7 @@ def remove_leftovers() -> tuple[list[Lease], dict[str, str]]:
             continue
         except (InfraError, OSError, subprocess.TimeoutExpired) as error:
             failed[lease.id] = str(error)
-            logger.warning("runtime %s is left behind and could not be removed: %s", lease.id, error)
+            logger.warning("runtime %s is orphaned and could not be removed: %s", lease.id, error)
     return removed, failed
 
 
@@ -63,12 +63,12 @@ def remove(lease: Lease) -> bool:
 def _remove_folder(folder: str) -> None:
     """Remove a folder and the processes that work in it."""
     if not os.path.basename(folder).startswith(PREFIX):
-        raise InfraError(f"{folder} is not a sandbox's folder, and stays")
+        raise InfraError(f"{folder} is not a sandbox folder and is kept")
     _stop_processes(folder)
     with suppress(FileNotFoundError):
         about = os.lstat(folder)
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
-            raise InfraError(f"{folder} is not a folder of ours, and stays")
+            raise InfraError(f"{folder} was not created by this package and is kept")
         # A sandboxed program may have removed the permissions that deletion needs.
         for command in (["chmod", "-R", "u+rwx", "--", folder], ["rm", "-rf", "--", folder]):
             subprocess.run(command, stderr=subprocess.DEVNULL, timeout=DELETE_SECONDS, check=False)
@@ -85,7 +85,7 @@ def _stop_processes(folder: str) -> None:
     # A list, not a generator: each round kills all matches, until none is left.
     while any([_stop_if(pid, name) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))]):
         if time.monotonic() > deadline:
-            raise InfraError(f"processes in {folder} could not be ended within {END_SECONDS:g} s")
+            raise InfraError(f"processes in {folder} could not be terminated within {END_SECONDS:g} s")
         time.sleep(0.02)
 
 

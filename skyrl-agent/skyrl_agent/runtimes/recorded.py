@@ -88,10 +88,10 @@ class RecordedRuntime:
         # Counted in the entry, as runtimes of one trajectory share the log.
         num_omitted = 1
         if len(self._log) == MAX_COMMANDS:
-            logger.warning("runtime %s ran %d commands: its log holds no further ones", self.id, MAX_COMMANDS)
+            logger.warning("runtime %s ran %d commands: its log does not record further ones", self.id, MAX_COMMANDS)
         else:
             num_omitted += int(self._log[-1].command.split()[1])
-        note = f"[... {num_omitted} further commands left out: the log holds the first {MAX_COMMANDS} ...]"
+        note = f"[... {num_omitted} further commands omitted: the log records the first {MAX_COMMANDS} ...]"
         self._log[MAX_COMMANDS:] = [SandboxCommand(self.stage, note, "", "", "omitted", 0, 0.0)]
 
 
@@ -101,4 +101,4 @@ def clip(text: str, limit: int) -> str:
     if missing <= 0:
         return text
     head, tail = text[: (limit + 1) // 2], text[len(text) - limit // 2 :]
-    return f"{head}\n[... {missing} characters left out ...]\n{tail}"
+    return f"{head}\n[... {missing} characters omitted ...]\n{tail}"

@@ -90,20 +90,20 @@ class RemoteRuntime:
         if self.spec.image and answer.json().get("kind") == "local":
             raise ConfigError(
                 f"the image {self.spec.image} (runtime.image, or a task's own) needs containers, and the runtime "
-                f"server at {self._server} has none (--kind local): start it with --kind docker or podman, or leave "
-                "the image out"
+                f"server at {self._server} has none (--kind local): start it with --kind docker or podman, or remove "
+                "the image"
             )
 
     async def start(self) -> None:
         if self._client is not None:
-            raise InfraError(f"runtime {self.id} is started already")
+            raise InfraError(f"runtime {self.id} has already been started")
         self._client = self._create_client()
         try:
             deadline = time.monotonic() + START_SECONDS
             self._heartbeat = asyncio.create_task(
                 self._send_heartbeats()
             )  # early: the first reply may take longer than the lease
-            state = await self._send(RuntimeState, "PUT", body=self._build_wishes(), retry_seconds=START_SECONDS)
+            state = await self._send(RuntimeState, "PUT", body=self._build_request(), retry_seconds=START_SECONDS)
             while not state.ready:
                 if time.monotonic() > deadline:
                     raise InfraError(f"runtime {self.id} at {self.spec.url} was not ready within {START_SECONDS:g} s")
@@ -136,7 +136,9 @@ class RemoteRuntime:
             state = await self._send(CommandState, "PUT", path, body=body)
             while state.result is None:
                 if time.monotonic() > deadline:
-                    raise InfraError(f"a command in runtime {self.id} did not end long after its {seconds:g} s")
+                    raise InfraError(
+                        f"a command in runtime {self.id} did not finish long after its limit of {seconds:g} s"
+                    )
                 state = await self._send(CommandState, "GET", path)
             return state.result
         except asyncio.CancelledError:
@@ -179,7 +181,7 @@ class RemoteRuntime:
         trust_env = not is_loopback(httpx.URL(self._url).host)
         return httpx.AsyncClient(headers=headers, verify=certificates(), trust_env=trust_env)
 
-    def _build_wishes(self) -> NewRuntime:
+    def _build_request(self) -> NewRuntime:
         spec, snapshot = self.spec, self.spec.snapshot
         is_image = snapshot is not None and snapshot.kind == "image"
         return NewRuntime(
@@ -209,7 +211,7 @@ class RemoteRuntime:
         try:
             return kind.model_validate_json(answer)
         except ValidationError as error:
-            raise InfraError(f"{self.spec.url} answered what no runtime server does: {error}") from None
+            raise InfraError(f"{self.spec.url} sent an unexpected response for a runtime server: {error}") from None
 
     async def _send_with_retries(
         self,
@@ -255,7 +257,7 @@ class RemoteRuntime:
             if seconds != limit:  # another kind of failure
                 limit, deadline = seconds, min(now + seconds, last_deadline)
                 if limit > 0:
-                    logger.warning("runtime server %s: %.200s; tried again for %g s", self.spec.url, reason, limit)
+                    logger.warning("runtime server %s: %.200s; retrying for %g s", self.spec.url, reason, limit)
             if time.monotonic() + pause > deadline:
                 raise InfraError(f"the runtime server {self.spec.url} failed for {limit:g} s; last: {reason}")
             await asyncio.sleep(pause)
@@ -273,9 +275,9 @@ ServerReply = RuntimeState | CommandState
 
 
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses of what stands before a server that is away for a moment."""
-_NO_ANSWER = "no server answers: {}; start one there with `python -m skyrl_agent.services.runtime`"
-_NO_SERVER = "what answers there is no runtime server: {}"
+"""Statuses that a proxy returns while a server is temporarily unavailable."""
+_NO_ANSWER = "no server responds: {}; start one there with `python -m skyrl_agent.services.runtime`"
+_NO_SERVER = "the server there is not a runtime server: {}"
 
 
 def _format_error(error: httpx.HTTPError) -> str:

@@ -39,7 +39,7 @@ def table(rows: list[JsonObject], outcome: dict[str, str]) -> str:
     """Format leases and their outcome as a table."""
     lines = []
     for row in rows:
-        state = outcome.get(row["id"]) or (f"left behind: {row['left_behind']}" if row["left_behind"] else "in use")
+        state = outcome.get(row["id"]) or (f"orphaned: {row['left_behind']}" if row["left_behind"] else "in use")
         lines.append(f"{row['id'][:12]}  {row['kind']:8} process {row['owner']} on {row['host']}  {state}")
     return "\n".join(lines) or f"no leases in {get_lease_folder()}"
 
@@ -62,7 +62,7 @@ def wait_for_owner(owner: int) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="skyrl_agent.services.gc", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--remove", action="store_true", help="remove what is left behind; what is in use stays")
+    parser.add_argument("--remove", action="store_true", help="remove orphaned runtimes; runtimes in use are kept")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--watch", type=int, metavar="PID", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

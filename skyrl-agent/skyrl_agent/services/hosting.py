@@ -93,7 +93,7 @@ class Host:
         """Find a runtime and renew its lease. Raises Gone."""
         hosted = self._hosted.get(id)
         if hosted is None:
-            raise Gone(self._ended.get(id, "unknown runtime id: this server was restarted, or never had it"))
+            raise Gone(self._ended.get(id, "unknown runtime id: it never existed, or this server was restarted"))
         hosted.deadline = time.monotonic() + hosted.lease_seconds
         return hosted
 
@@ -125,7 +125,7 @@ class Host:
         known = self.find(id).commands
         task = known.get(command_id)
         if task is None:
-            why = "its result is not kept any more" if command_id in known else "there is none of that id"
+            why = "its result has expired" if command_id in known else "no command has this id"
             raise InfraError(f"command {command_id}: {why}")
         return task
 
@@ -148,7 +148,7 @@ class Host:
             now = time.monotonic()
             for id, hosted in list(self._hosted.items()):
                 if hosted.deadline < now:
-                    why = f"the runtime was closed: nothing was heard of its owner for {hosted.lease_seconds:g} s"
+                    why = f"the runtime was closed: no heartbeat of its owner for {hosted.lease_seconds:g} s"
                     self._schedule_close(id, why)
 
     async def close_all(self) -> None:

@@ -55,11 +55,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kind", choices=kinds, default=defaults["kind"])
     for name in ("max_runtimes", "max_body_bytes", "max_output_bytes"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=defaults[name], metavar="N")
-    parser.add_argument("--token-env", default=TOKEN_VARIABLE, help=f"variable with the token ({TOKEN_VARIABLE})")
+    parser.add_argument(
+        "--token-env", default=TOKEN_VARIABLE, help=f"environment variable with the token ({TOKEN_VARIABLE})"
+    )
     options = vars(parser.parse_args(arguments))
     host, port, token = options.pop("host"), options.pop("port"), os.environ.get(options.pop("token_env"))
     if not token and not is_loopback(host):
-        parser.error(f"--host {host} lets other machines in, so there must be a token: set {TOKEN_VARIABLE}")
+        parser.error(
+            f"--host {host} accepts connections from other machines, so a token is required: set {TOKEN_VARIABLE}"
+        )
     return serve(HostSettings(**options), host, port, token or None)
 
 
@@ -72,7 +76,7 @@ def serve(settings: HostSettings, host: str, port: int, token: str | None) -> in
     try:
         listener = listen(host, port)
     except OSError as error:
-        print(f"error: {host}:{port} cannot be listened on: {error}", file=sys.stderr)
+        print(f"error: cannot listen on {host}:{port}: {error}", file=sys.stderr)
         return 1
     with listener:
         config = uvicorn.Config(

@@ -55,7 +55,7 @@ def create_app(settings: HostSettings, token: str | None = None) -> FastAPI:
     async def admit(request: Request) -> None:
         if token is None:
             if not is_loopback(request.url.hostname):  # DNS rebinding by a foreign page
-                raise Refused(403, "unauthorized", f"this server has no token and answers to {LOOPBACK_NAMES} only")
+                raise Refused(403, "unauthorized", f"this server has no token and accepts only {LOOPBACK_NAMES}")
         elif not secrets.compare_digest(
             request.headers.get("authorization", "").encode("latin-1"), f"Bearer {token}".encode()
         ):
@@ -72,7 +72,7 @@ def create_app(settings: HostSettings, token: str | None = None) -> FastAPI:
 
     async def body(request: Request) -> bytes:
         """Read the request body. Raises Refused before a body above the limit is read completely."""
-        rule = f"a request may have {settings.max_body_bytes} bytes"
+        rule = f"a request may have at most {settings.max_body_bytes} bytes"
         if int(request.headers.get("content-length", 0)) > settings.max_body_bytes:
             raise Refused(413, "request", rule)
         content = bytearray()

@@ -1,4 +1,4 @@
-"""Base class of tasks: instruction, runtime, and evaluation of the result. Knows no agent, no model."""
+"""Base class of tasks: instruction, runtime, and evaluation of the result. Independent of agents and models."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ class _Fields(dict[str, Any]):
 
     def __missing__(self, field: str) -> Any:
         raise TaskRowError(
-            f"row {self._instance_id} has no field {field!r}; it has: {', '.join(map(str, self)) or 'none'}. Add it to "
-            "the rows, or name the part that has it by data.instance_key"
+            f"row {self._instance_id} has no field {field!r}; it has: {', '.join(map(str, self)) or 'none'}. Add it "
+            "to the rows, or set data.instance_key to the field that contains it"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,14 +135,14 @@ class BaseTask:
             runtime: as for `evaluate_original`.
 
         Raises:
-            TaskRowError: they do not, so there is no verdict on the agent.
+            TaskRowError: they do not, so the agent cannot be graded.
         """
         if (solution := self.solution(instance)) is not None:
             solved = TrajectoryResult(finish_reason=FINISH, results=solution)
             again = await self.evaluate_result(solution, instance, solved, runtime)
             if (again.reward if isinstance(again, Judgement) else again) > judgement.reward:
                 return judgement
-            tree = "with the row's own solution"
+            tree = "with the row's reference solution"
         else:
             original = await self.evaluate_original(instance, runtime)
             if any(obstacle not in original.not_run for obstacle in judgement.not_run):
@@ -151,8 +151,8 @@ class BaseTask:
         name, details = next(iter(judgement.not_run.items()))
         raise TaskRowError(
             f"{type(self).__name__}, row {instance.instance_id}: tests were not run: {name} ({details}). They do not "
-            f"pass or run {tree} either, so there is no verdict on the agent; "
-            "`python -m skyrl_agent.validate` checks the rows of a task"
+            f"pass or run {tree} either, so the agent cannot be graded; `python -m skyrl_agent.validate` checks the "
+            "rows of a task"
         )
 
 

@@ -38,13 +38,13 @@ class ComputerUseTask(BaseTask):
             return TaskRowError(f"ComputerUseTask, row {instance.instance_id}: {what}")
 
         if not row.get("instruction"):
-            raise wrong("instruction must say what to do")
+            raise wrong("instruction must not be empty")
         files = parse_files(instance)
         start = row.get("start") or "index.html"
         if start not in files:
-            raise wrong(f"files must have the page {start!r}; there are: {', '.join(files) or 'none'}")
+            raise wrong(f"files must contain the page {start!r}; found: {', '.join(files) or 'none'}")
         if (row.get("check") is None) == (row.get("expected_output") is None):
-            raise wrong("either check or expected_output must say how it is judged")
+            raise wrong("either check or expected_output is required to grade the row")
 
     def get_instruction(self, instance: Instance) -> list[Message]:
         text = (
@@ -84,5 +84,5 @@ def get_page(runtime: object) -> BrowserPage:
         ConfigError: the dispatcher lends no browsers.
     """
     if not isinstance(runtime, BrowserPage):
-        raise ConfigError("computer use needs browsers to lend: set dispatcher.type to async_fix_pool")
+        raise ConfigError("computer use needs a pool of browsers: set dispatcher.type to async_fix_pool")
     return runtime

@@ -89,7 +89,7 @@ def _convert_tests(row: Row) -> Row:
     name = row.get("fn_name")
     kind = {"testtype": "functional", "metadata": {"func_name": name}} if name else {"testtype": "stdin"}
     if len(row["inputs"]) != len(row["outputs"]):
-        raise TaskRowError(f"there are {len(row['inputs'])} inputs and {len(row['outputs'])} outputs")
+        raise TaskRowError(f"found {len(row['inputs'])} inputs and {len(row['outputs'])} outputs")
     pairs = zip(row["inputs"], row["outputs"], strict=True)
     return {"tests": [{"input": _to_text(given), "output": _to_text(wanted), **kind} for given, wanted in pairs]}
 

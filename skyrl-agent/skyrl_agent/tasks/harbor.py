@@ -108,7 +108,7 @@ def _read_harbor(path: Path, config: Mapping[str, Any]) -> TaskFolder:
     if config.get("steps"):
         raise TaskRowError(f"task folder {path}: tasks of several [[steps]] are not supported; split it into tasks")
     if not (path / "tests" / "test.sh").is_file():
-        raise TaskRowError(f"task folder {path} has no tests/test.sh, which judges it")
+        raise TaskRowError(f"task folder {path} has no tests/test.sh to grade it")
     verifier, agent = config.get("verifier", {}), config.get("agent", {})
     return TaskFolder(
         path=path,
@@ -138,7 +138,7 @@ def _parse_env(path: Path, section: Mapping[str, Any]) -> dict[str, str]:
 
 def _read_terminal_bench(path: Path, config: Mapping[str, Any]) -> TaskFolder:
     if not (path / "run-tests.sh").is_file():
-        raise TaskRowError(f"task folder {path} has no run-tests.sh, which judges it")
+        raise TaskRowError(f"task folder {path} has no run-tests.sh to grade it")
     return TaskFolder(
         path=path,
         instruction=str(config.get("instruction") or "").strip(),
@@ -158,7 +158,7 @@ def iter_harbor_rows(folder: Path) -> Iterator[JsonObject]:
         path for path in sorted(folder.iterdir()) if (path / "task.toml").is_file() or (path / "task.yaml").is_file()
     ]
     if not paths:
-        raise TaskRowError(f"{folder} has no folder with a task.toml or task.yaml")
+        raise TaskRowError(f"{folder} contains no task folder (task.toml or task.yaml)")
     for path in paths:
         row: JsonObject = {"id": path.name, "data_source": f"harbor/{folder.name}", "path": str(path.resolve())}
         task = HarborTask()
@@ -247,7 +247,7 @@ class HarborTask(BaseTask):
             files = folder.files(f"{root}/{source}")
             if not files:
                 raise TaskRowError(
-                    f"task folder {folder.path}: {folder.dockerfile} copies {source}, which is not there"
+                    f"task folder {folder.path}: {folder.dockerfile} copies {source}, which does not exist"
                 )
             if (folder.path / root / source).is_file() and not target.endswith(("/", ".")) and len(sources) == 1:
                 files = {Path(place).name: next(iter(files.values()))}
@@ -273,7 +273,7 @@ class HarborTask(BaseTask):
         self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
     ) -> Judgement:
         if "rewards" not in result:  # `solution`
-            assert runtime is not None, "the caller starts runtime_spec"
+            assert runtime is not None, "the caller must start runtime_spec"
             await self.initialize_runtime(instance, runtime)
             await self.run_solution(instance, runtime)
             result = await self.complete_runtime(instance, runtime, None)
@@ -309,7 +309,7 @@ async def _read_rewards(folder: TaskFolder, runtime: Runtime, done: ExecResult) 
             try:
                 rewards = read(found.stdout)
             except ValueError as mistake:
-                raise InfraError(f"task folder {folder.path}: {name}: {mistake}; the judge: {said}") from None
+                raise InfraError(f"task folder {folder.path}: {name}: {mistake}; the grader: {said}") from None
             if all(math.isfinite(value) for value in rewards.values()):
                 return rewards
     raise InfraError(f"task folder {folder.path}: {folder.test} wrote no finite reward to /logs/verifier: {said}")
@@ -333,15 +333,15 @@ def get_image(folder: TaskFolder) -> str:
     found = FROM.findall(file.read_text()) if file.is_file() else []
     if len(found) != 1:
         raise TaskRowError(
-            f"task folder {folder.path}: {folder.dockerfile} must have one FROM, whose image is the container's, or "
-            f"task.toml an environment.docker_image; it has {len(found)}"
+            f"task folder {folder.path}: {folder.dockerfile} must have exactly one FROM, the container's image, or "
+            f"task.toml must set environment.docker_image; it has {len(found)}"
         )
     given = {name: value for name, value in ARG.findall(file.read_text().partition(found[0])[0])}
     image = VARIABLE.sub(lambda name: given.get(name[1] or name[2], name[0]), found[0])
     if "$" in image:
         raise TaskRowError(
-            f"task folder {folder.path}: {folder.dockerfile} has FROM {found[0]}, whose variable has no value: give it "
-            "one by an ARG before, or task.toml an environment.docker_image"
+            f"task folder {folder.path}: {folder.dockerfile} has FROM {found[0]}, whose variable has no value: set it "
+            "by an ARG before, or set environment.docker_image in task.toml"
         )
     return image
 
@@ -393,7 +393,7 @@ def _render_variables(text: str, values: Mapping[str, str]) -> str:
 
 def _build_unsupported_error(folder: TaskFolder, line: str) -> TaskRowError:
     return TaskRowError(
-        f"task folder {folder.path}: {folder.dockerfile} has {line.strip()!r:.120}, which a sandbox cannot follow"
+        f"task folder {folder.path}: {folder.dockerfile} has {line.strip()!r:.120}, which is not supported in a sandbox"
     )
 
 
@@ -419,14 +419,14 @@ async def _run(runtime: Runtime, command: str) -> None:
     done = await runtime.exec(command, timeout=FIRST_SECONDS)
     if not done.ok:
         raise InfraError(
-            f"{command!r:.200} did not work here: {done.outcome}, return code {done.returncode}, "
+            f"{command!r:.200} failed: {done.outcome}, return code {done.returncode}, "
             f"{(done.stderr or done.stdout).strip()[-300:]!r}"
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m skyrl_agent.tasks.harbor", description="Write rows of the task folders in a folder."
+        prog="python -m skyrl_agent.tasks.harbor", description="Write dataset rows for the task folders in a folder."
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--output", type=Path, required=True, help="file to write: .jsonl")

@@ -37,7 +37,7 @@ def make_judge(settings: Row | None, where: str = "task_config.judge") -> Judge:
     try:
         return Judge(JudgeSettings(**given))
     except ValueError as failure:
-        raise ConfigError(f"{where}: {failure}; {URL_VARIABLE} may name a server too") from failure
+        raise ConfigError(f"{where}: {failure}; {URL_VARIABLE} can also set a server") from failure
 
 
 class JudgedTask(BaseTask):
@@ -58,7 +58,7 @@ class JudgedTask(BaseTask):
             try:
                 await AsyncService(self.judge.url).probe()
             except InfraError as error:
-                raise InfraError(f"task_config.judge: {error}; {URL_VARIABLE} may name a server too") from error
+                raise InfraError(f"task_config.judge: {error}; {URL_VARIABLE} can also set a server") from error
 
     @cached_property
     def judge(self) -> Judge:

@@ -98,7 +98,7 @@ def read_problem(instance: Instance) -> Problem:
 
     files = from_json(row.get("files"))
     if not isinstance(files, Mapping) or not files:
-        raise wrong("files", "must map paths to texts, at least one")
+        raise wrong("files", "must map at least one path to text")
     files = remove_nulls(files)
     for path, text in files.items():
         try:
@@ -106,7 +106,7 @@ def read_problem(instance: Instance) -> Problem:
         except ValueError as error:
             raise wrong("files", f"has a path that is not relative to the working directory ({error})") from None
         if not isinstance(text, str):
-            raise wrong("files", f"must have text under {path!r}")
+            raise wrong("files", f"must have text for {path!r}")
     if not isinstance(row.get("test_cmd"), str) or not row["test_cmd"].strip():
         raise wrong("test_cmd", "must be the command that runs the tests")
     fail_to_pass = parse_names(get_first(row, "fail_to_pass", "FAIL_TO_PASS"))
@@ -206,7 +206,7 @@ class LocalSWETask(BaseTask):
     async def evaluate_result(
         self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
     ) -> Judgement:
-        assert runtime is not None, "the caller starts evaluation_runtime_spec"
+        assert runtime is not None, "the caller must start evaluation_runtime_spec"
         problem = read_problem(instance)
         files = result["files"] if result else {}
         if not files:

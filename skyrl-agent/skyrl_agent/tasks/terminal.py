@@ -83,13 +83,13 @@ class TerminalTask(BaseTask):
     def check_row(self, instance: Instance) -> None:
         row = instance.row
         if not _get_instruction(row):
-            raise TaskRowError(f"TerminalTask, row {instance.instance_id}: instruction must say what to do")
+            raise TaskRowError(f"TerminalTask, row {instance.instance_id}: instruction must not be empty")
         if not isinstance(from_json(row.get("files") or {}), Mapping):
             raise TaskRowError(f"TerminalTask, row {instance.instance_id}: files must map paths to texts")
         judges = [field for field in ANSWERS if row.get(field) is not None]
         if len(judges) != 1:
             raise TaskRowError(
-                f"TerminalTask, row {instance.instance_id}: one of {', '.join(ANSWERS)} must say how it is judged; "
+                f"TerminalTask, row {instance.instance_id}: one of {', '.join(ANSWERS)} is required to grade the row; "
                 f"got {', '.join(judges) or 'none'}"
             )
         for script in [*scripts(row.get("setup")), *scripts(row.get("check"))]:
@@ -113,8 +113,8 @@ class TerminalTask(BaseTask):
             done = await runtime.exec(script.command(runtime.python))
             if not done.ok:
                 raise InfraError(
-                    f"row {instance.instance_id}: setup did not work here: {done.outcome}, return code "
-                    f"{done.returncode}, {(done.stderr or done.stdout).strip()[-300:]!r}"
+                    f"row {instance.instance_id}: setup failed: {done.outcome}, return code {done.returncode}, "
+                    f"{(done.stderr or done.stdout).strip()[-300:]!r}"
                 )
 
     async def complete_runtime(self, instance: Instance, runtime: Runtime, result: object) -> JsonObject:
@@ -142,7 +142,7 @@ class TerminalTask(BaseTask):
             return Judgement(
                 float(_split_lines(result["answer"].strip()) == _split_lines(str(row["expected_output"]).strip()))
             )
-        assert runtime is not None, "the caller starts evaluation_runtime_spec"
+        assert runtime is not None, "the caller must start evaluation_runtime_spec"
         await self.initialize_runtime(instance, runtime)
         kept = f"/tmp/{secrets.token_hex(8)}"
         await _run(runtime, f"cp -a . {kept}")  # repeating the setup would give other times
@@ -186,7 +186,7 @@ class TerminalTask(BaseTask):
 async def _run(runtime: Runtime, command: str) -> None:
     done = await runtime.exec(command)
     if not done.ok:
-        raise InfraError(f"{command!r} did not work: {done.outcome}, {done.stderr.strip()[-300:]!r}")
+        raise InfraError(f"{command!r} failed: {done.outcome}, {done.stderr.strip()[-300:]!r}")
 
 
 def scripts(value: Any) -> list[Script]:

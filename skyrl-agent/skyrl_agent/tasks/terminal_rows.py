@@ -60,5 +60,5 @@ def _parse_script(value: Any) -> dict[str, str]:
         value = {"code": value}
     language = value.get("language") or "bash"
     if "code" not in value or language not in ("bash", "python"):
-        raise ValueError(f"no script that can be run: {str(value)[:200]}")
+        raise ValueError(f"not a script that can be run: {str(value)[:200]}")
     return {"language": language, "code": value["code"].lstrip()}

@@ -169,7 +169,7 @@ def register_tool(name: str, allow_overwrite: bool = False) -> Callable[[type[Ba
     def register(cls: type[BaseTool]) -> type[BaseTool]:
         if name in TOOL_REGISTRY and not allow_overwrite:
             raise ValueError(
-                f"a tool is registered as {name!r} already: pass allow_overwrite=True, or choose another name"
+                f"a tool named {name!r} is already registered: pass allow_overwrite=True, or choose another name"
             )
         TOOL_REGISTRY[name] = cls
         return cls

@@ -77,5 +77,7 @@ def make_tools(entries: Sequence[ToolEntry]) -> list[BaseTool]:
     for name, count in Counter(tool.name for tool in tools).items():
         if count > 1:
             twins = [registered for registered, tool in named_tools if tool.name == name]
-            raise ConfigError(f"tools: {' and '.join(twins)} are both called {name!r} by the model; keep one of them")
+            raise ConfigError(
+                f"tools: {' and '.join(twins)} have the same name {name!r} for the model; keep one of them"
+            )
     return tools

@@ -1,5 +1,6 @@
-"""Tools that are no `BaseTool` of ours: methods of skyrl_gym's tool groups, tools of MCP servers, and tools as the
-published skyrl-agent has them."""
+"""Tools that are not a `BaseTool`: methods of skyrl_gym's tool groups, tools of MCP servers, and tools as the published
+skyrl-agent has them.
+"""
 
 import inspect
 import json

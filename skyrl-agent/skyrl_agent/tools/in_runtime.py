@@ -26,8 +26,8 @@ class RuntimeTool(BaseTool):
     def without_runtime(self) -> ConfigError:
         """Return the error of a task without a runtime."""
         return ConfigError(
-            f"tools: {self.name} works in a runtime, and the task gives none; "
-            f"take a task that has one, or leave {self.name} out"
+            f"tools: {self.name} needs a runtime, but the task has none; use a task with a runtime, or remove "
+            f"{self.name}"
         )
 
 

@@ -50,7 +50,7 @@ class _ServiceClient:
         await self.service.probe()
 
     def build_unreadable_error(self, answer: object, failure: Exception) -> InfraError:
-        return InfraError(f"{self.service.url}: a reply in an unknown format ({failure!r}): {str(answer)[:300]}")
+        return InfraError(f"{self.service.url}: response in an unknown format ({failure!r}): {str(answer)[:300]}")
 
 
 class RetrieverClient(_ServiceClient):
@@ -65,7 +65,7 @@ class RetrieverClient(_ServiceClient):
         try:
             await self._send_queries(service, "probe", 1)
         except ValueError as error:
-            raise InfraError(f"{service.url} is no retrieval server: {error}") from error
+            raise InfraError(f"{service.url} is not a retrieval server: {error}") from error
         finally:
             await service.close()
 

@@ -151,5 +151,5 @@ def _build_summarizer(url: str | None, model: str | None, key_env: str) -> Summa
     if base_url is None:
         return None
     if model is None:
-        raise ValueError("summary_url needs summary_model too, or the environment variable WEB_SUMMARY_MODEL")
+        raise ValueError("summary_url also needs summary_model or the environment variable WEB_SUMMARY_MODEL")
     return ChatSummarizer(base_url, model, os.environ.get(key_env))

@@ -232,12 +232,12 @@ async def test_borrowed_environment_is_runtime_and_stays_open(runtimes):
 @pytest.mark.parametrize(
     "content, error",
     [
-        ({"tools": ["finsh"]}, "unknown tool 'finsh'; did you mean finish"),
+        ({"tools": ["finsh"]}, "finish"),
         ({"tools": {"enable_bash": True}}, "CodeActAgent takes flags"),
-        ({"tools": ["finish", "em_finish"]}, "both called 'finish'"),
-        ({"agent_config": {"max_dept": 2}}, "unknown key agent_config.max_dept; did you mean agent_config.max_depth"),
-        ({"agent_config": {"max_repeats": 1}}, "agent_config.max_repeats must be an integer of at least 2; got 1"),
-        ({"agent_config": {"runtime": 2}}, "unknown key agent_config.runtime"),
+        ({"tools": ["finish", "em_finish"]}, "name 'finish'"),
+        ({"agent_config": {"max_dept": 2}}, "agent_config.max_depth"),
+        ({"agent_config": {"max_repeats": 1}}, "agent_config.max_repeats"),
+        ({"agent_config": {"runtime": 2}}, "agent_config.runtime"),
         ({"generator": {"chat_template": "no_such_file.jinja2"}}, "no_such_file.jinja2"),
     ],
 )
@@ -262,7 +262,7 @@ def test_flags_select_tools(flags, tools):
 @pytest.mark.parametrize(
     "flags, error",
     [
-        ({"enable_edtor": True}, "unknown flag tools.enable_edtor; did you mean enable_editor"),
+        ({"enable_edtor": True}, "enable_editor"),
         ({"enable_editor": "yes"}, "must be true or false; got 'yes'"),
         ({"enable_mcp": True}, "tools.enable_mcp"),
     ],

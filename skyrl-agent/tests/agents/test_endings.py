@@ -130,7 +130,7 @@ async def test_model_failure_raises_and_closes_tools(error):
 
 async def test_model_timeout_is_infrastructure_failure():
     agent = agent_of([finish()], ["finish"], request_timeout_seconds=0.05, model_seconds=60)
-    with pytest.raises(InfraError, match=r"did not end within 0.05 s \(generator.request_timeout_seconds\)"):
+    with pytest.raises(InfraError, match=r"generator\.request_timeout_seconds"):
         await agent.run(QUESTION)
 
 

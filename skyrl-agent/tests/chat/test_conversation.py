@@ -109,7 +109,7 @@ def test_restart_clears_messages_and_keeps_turns(encoder):
 
 def test_log_probs_of_wrong_length_are_rejected(encoder):
     conversation = Conversation(encoder, [QUESTION])
-    with pytest.raises(BackendError, match="reported 1 log-probs for 2 tokens"):
+    with pytest.raises(BackendError, match="1 log-probs for 2"):
         conversation.add_answer("AB", {"output_tokens": [1, 2], "finish_reason": "stop", "logprobs": [-1.0]})
     assert conversation.transitions == [] and conversation.messages == [QUESTION]
 
@@ -150,7 +150,9 @@ def test_dropped_thought_is_reported_as_break_once(caplog):
             answer(conversation, text)
             conversation.add(AGAIN)
     assert [(found.message_index, found.role) for found in conversation.breaks] == [(4, "assistant"), (6, "assistant")]
-    assert "the model wrote '<think>hm</think>B' and the template writes 'B<|im_end|>" in conversation.breaks[0].why
+    assert (
+        "the model generated '<think>hm</think>B' and the template renders 'B<|im_end|>" in conversation.breaks[0].why
+    )
     assert len(transitions_to_training_data(conversation.transitions)) == 3
     (warning,) = caplog.records
     assert "message 4 (assistant)" in warning.message and "generator.append_only" in warning.message
@@ -160,7 +162,7 @@ def test_dropped_thought_is_reported_as_break_once(caplog):
     "text, end, why",
     [
         ("A", "<|endoftext|>", "the model ended it with <|endoftext|>, the template with <|im_end|>"),
-        ("hm A", "<|im_end|>", "the model wrote 'hm A"),  # as where an agent itself drops reasoning
+        ("hm A", "<|im_end|>", "the model generated 'hm A"),  # as where an agent itself drops reasoning
     ],
 )
 def test_response_that_differs_from_rendered_message_is_break(encoder, text, end, why):
@@ -176,7 +178,7 @@ def test_response_that_differs_from_rendered_message_is_break(encoder, text, end
 def test_unrenderable_messages_raise_config_error():
     strict = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
     conversation = Conversation(MessageEncoder(byte_tokenizer(strict)), [{"role": "tool", "content": "x"}])
-    with pytest.raises(ConfigError, match=r"no tools .*ends in tool\); check generator\.chat_template"):
+    with pytest.raises(ConfigError, match=r"generator\.chat_template"):
         conversation.input_ids()
 
 
@@ -330,12 +332,12 @@ def test_template_is_read_from_file(tmp_path):
     path = tmp_path / "own.jinja"
     path.write_text("hi")
     assert get_configured_chat_template(str(path)) == "hi" and get_configured_chat_template(None) is None
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match=r"generator\.chat_template"):
         get_configured_chat_template(str(path), qwen3_acc_thinking=True)
     with pytest.raises(ConfigError, match="is not a file"):
         get_configured_chat_template(str(tmp_path / "none.jinja"))
     path.write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+    with pytest.raises(ConfigError, match="UTF-8"):
         get_configured_chat_template(str(path))
     path.write_text("x" * (1 << 20) + "x")
     with pytest.raises(ConfigError, match="has 1048577 bytes"):
@@ -345,7 +347,7 @@ def test_template_is_read_from_file(tmp_path):
 def test_tokenizer_without_template_or_eos_is_rejected():
     tokenizer = byte_tokenizer("{{ messages }}")
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match=r"no chat template.*generator\.chat_template"):
+    with pytest.raises(ConfigError, match=r"generator\.chat_template"):
         MessageEncoder(tokenizer)
 
 

@@ -118,7 +118,7 @@ def test_input_ids_equal_rendered_template(qwen, name, script):
     has_tools = script in ("tools", "question")
     encoder = MessageEncoder(qwen(name, facts.end), tools=[SEARCH] if has_tools else None)
     if written_anew == NO_CALLS:
-        with pytest.raises(ConfigError, match=r"does not render tool calls.*function_xml"):
+        with pytest.raises(ConfigError, match="function_xml"):
             encoder.text(messages)
         return
     conversation = play(encoder, messages, facts.end, facts.end_of_call)

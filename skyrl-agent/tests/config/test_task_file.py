@@ -75,8 +75,8 @@ def test_task_file_extends_base_file_per_key(tmp_path: Path):
 def test_task_file_extending_itself_is_rejected(tmp_path: Path):
     (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
     (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
-    with pytest.raises(ConfigError, match=r"`extends` returns to .*a.yaml"):
+    with pytest.raises(ConfigError, match="`extends`"):
         load_task_file(tmp_path / "a.yaml")
     (tmp_path / "c.yaml").write_text("extends: [a.yaml]\n")
-    with pytest.raises(ConfigError, match=r"c.yaml: extends must be the path of another task file; got \['a.yaml'\]"):
+    with pytest.raises(ConfigError, match=r"c\.yaml: extends"):
         load_task_file(tmp_path / "c.yaml")

@@ -117,7 +117,7 @@ def test_hanging_environment_close_does_not_block_run(caplog):
         [Staged(World(), name) for name in "abcd"],
     )
     assert seconds == 6 + 5
-    assert "it may be left over" in caplog.text
+    assert "its resources may remain" in caplog.text
 
 
 def test_idle_environments_are_closed_when_run_is_cancelled_twice():

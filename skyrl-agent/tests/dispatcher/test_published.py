@@ -104,8 +104,8 @@ def test_progress_bar_shows_stages_and_failures(monkeypatch):
 
 
 def test_virtual_time_loop_reports_deadlock():
-    async def wait_for_nobody() -> None:
+    async def skip_waiting() -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(virtual_time.Deadlock):
-        virtual_time.run(wait_for_nobody())
+        virtual_time.run(skip_waiting())

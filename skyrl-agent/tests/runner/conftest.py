@@ -70,7 +70,7 @@ def numbers() -> Callable[..., list[dict[str, Any]]]:
 
 
 @pytest.fixture(autouse=True)
-async def nothing_is_left_running() -> Any:
+async def check_no_running_tasks() -> Any:
     before = asyncio.all_tasks()
     yield
     left = [task for task in asyncio.all_tasks() - before if task is not asyncio.current_task() and not task.done()]

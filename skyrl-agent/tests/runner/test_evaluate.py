@@ -38,7 +38,7 @@ async def test_resumed_evaluation_runs_only_missing_or_failed(evaluation):
     rows = [{"number": 1}, {"number": 2, "judge": "away"}]
     with evaluation(rows) as first:
         await first.run()
-        assert str(first.summary()) == "2 of 4 trajectories are scored, 2 error_evaluation, 0 not begun"
+        assert str(first.summary()) == "2 of 4 trajectories are scored, 2 error_evaluation, 0 not started"
     rows = [{"number": 1}, {"number": 2}]
     with evaluation([*rows, {"number": 3}]) as second:
         await second.run()
@@ -75,7 +75,7 @@ async def test_truncated_trajectory_is_written_without_score(evaluation):
         assert set(kinds[2:]) == {(1, "cancelled", None)}
         assert first.summary().num_scored == 2
         assert first.summary().metrics["rollout_metrics/raw_reward"] == 1.0
-        assert str(first.summary()).endswith("not begun")
+        assert str(first.summary()).endswith("not started")
     rows[1]["seconds"] = 0
     with evaluation(rows) as second:
         await second.run()
@@ -90,14 +90,14 @@ def test_results_file_rejects_second_writer_and_other_settings(evaluation, tmp_p
     with pytest.raises(ConfigError, match=r"a is 2, but the trajectories in .*it.jsonl were made with 1"):
         evaluation([{"number": 1}], {"a": 2})
     (tmp_path / "it.jsonl.settings.json").unlink()
-    with pytest.raises(ConfigError, match="no evaluation made it"):
+    with pytest.raises(ConfigError, match="not from an evaluation"):
         evaluation([])
 
 
 async def test_evaluation_stops_after_consecutive_failures(evaluation):
     rows = [{"number": number, "sandbox": "broken"} for number in range(5)] + [{"number": 5, "seconds": 600}]
     with evaluation(rows, dispatcher={"max_parallel_agents": 2, "order": "instances"}) as it:
-        with pytest.raises(BatchFailedError, match=r"all 10 trajectories failed, 10 of them .* no sandbox"):
+        with pytest.raises(BatchFailedError, match="no sandbox"):
             await it.run()
         assert it.summary().num_scored == 0
 
@@ -173,7 +173,7 @@ def test_signal_keeps_finished_and_unfinished_trajectories(command, tmp_path, ca
         )
         out, err = process.communicate(timeout=240)
         assert process.returncode == 128 + number, err
-        assert b"1 of 2 trajectories are scored, 1 cancelled, 0 not begun" in out
+        assert b"1 of 2 trajectories are scored, 1 cancelled, 0 not started" in out
         assert b"rollout_metrics/raw_reward: 1.000" in out
         assert waits == {"trajectory 1_0"}, "what `skyrl_train.explain` would have shown"
         cut_off = list(read_records(tmp_path / "out.jsonl"))[-1]
@@ -182,7 +182,7 @@ def test_signal_keeps_finished_and_unfinished_trajectories(command, tmp_path, ca
         assert [message["role"] for message in cut_off["messages"]] == ["system", "user"]
         is_slow = False
         assert main(arguments) == 0
-        assert "2 of 2 trajectories are scored, 0 not begun" in capsys.readouterr().out
+        assert "2 of 2 trajectories are scored, 0 not started" in capsys.readouterr().out
 
 
 def test_unknown_tokenizer_names_option(command, capsys, monkeypatch):

@@ -38,11 +38,11 @@ async def test_command_log_reports_omitted_commands(caplog):
     for _ in range(3):
         await runtime.exec("true")
     assert [entry.stdout for entry in log[299:]] == ["300", ""]
-    assert log[-1].command == "[... 3 further commands left out: the log holds the first 300 ...]"
+    assert log[-1].command == "[... 3 further commands omitted: the log records the first 300 ...]"
     evaluation = RecordedRuntime(cast(Any, QuietRuntime()), log)  # the second of the trajectory
     await evaluation.exec("true")
-    assert log[-1].command.startswith("[... 4 further commands left out") and len(log) == MAX_COMMANDS + 1
-    assert caplog.text.count("its log holds no further ones") == 1
+    assert log[-1].command.startswith("[... 4 further commands omitted") and len(log) == MAX_COMMANDS + 1
+    assert caplog.text.count("does not record further ones") == 1
 
 
 def result(number: int = 0, reward: float | None = 1.0, reason: str = "FINISH_TOOL") -> TrajectoryResult:
@@ -119,7 +119,7 @@ def test_concurrent_processes_append_whole_lines(tmp_path: Path):
 
 def test_full_disk_does_not_end_batch(caplog: pytest.LogCaptureFixture):
     TrajectoryFile("/dev/full/trajectories.jsonl", byte_tokenizer()).append(result())
-    assert "a trajectory is not in the file" in caplog.text
+    assert "a trajectory was not written" in caplog.text
 
 
 async def test_runner_writes_each_trajectory(runner, numbers, tmp_path: Path):

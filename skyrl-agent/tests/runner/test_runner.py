@@ -159,7 +159,7 @@ def test_published_names_are_importable():
     assert "skyrl_agent.agents.oh_codeact.OHCodeActAgent" in AGENT_GENERATOR_REGISTRY
     assert TrajectoryConfig(instance_id="a", trajectory_id=1).max_prompt_length == 1024
     assert get_field_from_config("a.b", {"a": {"b": 3}}) == 3
-    with pytest.raises(ValueError, match="unknown key 'c'; found: b"):
+    with pytest.raises(ValueError, match="'c'"):
         get_field_from_config("a.c", {"a": {"b": 3}})
 
 
@@ -174,7 +174,7 @@ def test_missing_field_of_row_is_named():
     instance = Instance({"question": "2 + 3"}, "7")
     assert instance.row["question"] == "2 + 3" and instance.row.get("answer") is None
     for row in (instance.row, copy.deepcopy(instance.row), pickle.loads(pickle.dumps(instance.row))):
-        with pytest.raises(TaskRowError, match="row 7 has no field 'answer'; it has: question"):
+        with pytest.raises(TaskRowError, match="row 7 has no field 'answer'"):
             row["answer"]
 
 
@@ -187,5 +187,5 @@ async def test_custom_task_of_documentation_works():
     task.check_row(instance)
     ended = TrajectoryResult(finish_reason="FINISH_TOOL")
     assert [await task.evaluate_result(text, instance, ended) for text in (" 5", "6", None)] == [1.0, 0.0, 0.0]
-    with pytest.raises(TaskRowError, match="has no field 'answer'"):
+    with pytest.raises(TaskRowError, match="'answer'"):
         task.check_row(Instance({"question": "2 + 3"}, "1"))

@@ -13,7 +13,7 @@ from skyrl_agent.runtimes.leases import FOLDER_VARIABLE
 from skyrl_gym.sandbox.container_engine import EngineName
 from skyrl_gym.sandbox.testing import needed_image
 
-from .runtime_places import LIMITS, eventually, serving
+from .runtime_places import LIMITS, serving, wait_until_true
 
 MakeRuntime = Callable[..., Runtime]
 
@@ -25,14 +25,14 @@ def lease_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(lease_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def check_no_leftovers(lease_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Neither leases nor folders, after each test."""
     places = tmp_path / "places"
     places.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(places))
     monkeypatch.setenv(FOLDER_VARIABLE, str(lease_folder))
     yield
-    assert eventually(lambda: not [*os.listdir(places), *os.listdir(lease_folder)]), (
+    assert wait_until_true(lambda: not [*os.listdir(places), *os.listdir(lease_folder)]), (
         os.listdir(places),
         os.listdir(lease_folder),
     )

@@ -30,13 +30,13 @@ def serving(token: str | None = None, **settings: Any) -> Iterator[str]:
     with listen("127.0.0.1", 0) as listener:
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
-        assert eventually(lambda: server.started), "the server did not start"
+        assert wait_until_true(lambda: server.started), "the server did not start"
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = True
         thread.join(WAIT_SECONDS)
 
 
-def eventually(condition: Callable[[], object], seconds: float = WAIT_SECONDS) -> bool:
+def wait_until_true(condition: Callable[[], object], seconds: float = WAIT_SECONDS) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

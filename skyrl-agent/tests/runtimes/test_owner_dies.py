@@ -15,7 +15,7 @@ import pytest
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes import RuntimeSpec, make_runtime, remote
 
-from .runtime_places import LIMITS, eventually, long_sleep, processes_with
+from .runtime_places import LIMITS, long_sleep, processes_with, wait_until_true
 
 pytestmark = pytest.mark.process
 
@@ -57,7 +57,7 @@ class Owner:
         assert self.process.stdout.readline() == "ready\n"
         # The programs themselves: their sandboxes, whose command lines hold the same words, are then complete, and end
         # with this process. One that had only begun to start would not.
-        assert eventually(lambda: len(processes_with(self.sleep, alone=True)) >= 2 * len(kinds))
+        assert wait_until_true(lambda: len(processes_with(self.sleep, alone=True)) >= 2 * len(kinds))
 
     def end(self, number: int = signal.SIGKILL) -> None:
         self.process.send_signal(number)
@@ -84,7 +84,7 @@ def owner(*arguments, **settings) -> Iterator[Owner]:
         owning.process.wait(60)
         assert owning.process.stdout is not None
         owning.process.stdout.close()
-        assert eventually(lambda: not owning.left() and not owning.watchers()), owning.left()
+        assert wait_until_true(lambda: not owning.left() and not owning.watchers()), owning.left()
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_sigkill_of_owner_leaves_nothing(tmp_path, kinds, env):
         assert len(owning.watchers()) == 1
         assert len(os.listdir(owning.places)) == len(os.listdir(owning.leases)) == len(kinds)
         owning.end()
-        assert eventually(lambda: not owning.left()), owning.left()
-        assert eventually(lambda: not owning.watchers())
+        assert wait_until_true(lambda: not owning.left()), owning.left()
+        assert wait_until_true(lambda: not owning.watchers())
 
 
 @pytest.mark.slow
@@ -108,7 +108,9 @@ def test_gc_removes_leftovers_of_killed_watcher(tmp_path):
         os.kill(owning.process.pid, signal.SIGSTOP)  # so that it does not start another
         os.kill(watcher, signal.SIGKILL)
         owning.end()
-        assert eventually(lambda: not processes_with(owning.sleep))  # these end with their owner, without anyone's help
+        assert wait_until_true(
+            lambda: not processes_with(owning.sleep)
+        )  # these end with their owner, without anyone's help
         assert len(owning.left()) == 2
         (row,) = owning.gc()["leases"]
         assert row["left_behind"] == f"its owner, process {owning.process.pid}, has ended"
@@ -121,7 +123,7 @@ def test_killed_watcher_is_replaced(tmp_path):
     with owner(tmp_path, lease_seconds=1.0) as owning:
         (watcher,) = owning.watchers()
         os.kill(watcher, signal.SIGKILL)
-        assert eventually(lambda: owning.watchers() not in ([], [watcher]))
+        assert wait_until_true(lambda: owning.watchers() not in ([], [watcher]))
 
 
 @pytest.mark.slow
@@ -129,7 +131,7 @@ def test_killed_watcher_is_replaced(tmp_path):
 def test_runtime_of_suspended_owner_ends_with_lease(tmp_path):
     with owner(tmp_path, lease_seconds=1.0) as owning:
         os.kill(owning.process.pid, signal.SIGSTOP)
-        assert eventually(lambda: owning.gc("--remove") and not processes_with(owning.sleep) and not owning.left())
+        assert wait_until_true(lambda: owning.gc("--remove") and not processes_with(owning.sleep) and not owning.left())
         os.kill(owning.process.pid, signal.SIGCONT)
         assert owning.process.stdout is not None
         assert owning.process.stdout.readline().startswith("InfraError")
@@ -173,7 +175,7 @@ async def test_killed_server_leaves_nothing_and_clients_get_error(tmp_path, impa
         with pytest.raises(InfraError, match="failed for"):
             await running
         await runtime.close()
-        assert eventually(lambda: not processes_with(sleep) and not os.listdir(folder)), os.listdir(folder)
+        assert wait_until_true(lambda: not processes_with(sleep) and not os.listdir(folder)), os.listdir(folder)
 
 
 @pytest.mark.slow

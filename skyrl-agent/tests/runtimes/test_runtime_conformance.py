@@ -8,7 +8,7 @@ import pytest
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes import Limits
 
-from .runtime_places import LIMITS, eventually, long_sleep, processes_with
+from .runtime_places import LIMITS, long_sleep, processes_with, wait_until_true
 
 
 async def test_runtime_start_applies_files_environment_and_setup(make):
@@ -70,7 +70,7 @@ async def test_close_kills_detached_command(make):
     while not processes_with(sleep):
         await asyncio.sleep(0.02)
     await runtime.close()
-    assert eventually(lambda: not processes_with(sleep))
+    assert wait_until_true(lambda: not processes_with(sleep))
     (ended,) = await asyncio.gather(running, return_exceptions=True)
     assert isinstance(ended, InfraError) or not ended.ok
 
@@ -163,7 +163,7 @@ async def test_cancelled_start_leaves_nothing(make):
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert eventually(lambda: not processes_with(sleep))
+    assert wait_until_true(lambda: not processes_with(sleep))
 
 
 async def test_start_can_be_cancelled_at_any_time(make):

@@ -71,19 +71,19 @@ async def test_grade_depends_on_page_not_on_claim(browser):
 
 
 def test_missing_browser_pool_names_setting():
-    with pytest.raises(ConfigError, match=r"set dispatcher.type to async_fix_pool"):
+    with pytest.raises(ConfigError, match=r"dispatcher\.type"):
         get_page(None)
-    with pytest.raises(ConfigError, match=r"set dispatcher.type to async_fix_pool; got async_pipeline"):
+    with pytest.raises(ConfigError, match=r"dispatcher\.type"):
         runner([call("finish", answer="sent")], type="async_pipeline", num_environments=None)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"instruction": ""}, "instruction must say what to do"),
-        ({"start": "home.html"}, "files must have the page 'home.html'; there are: index.html, sent.html"),
-        ({"expected_output": "x"}, "either check or expected_output"),
-        ({"check": None}, "either check or expected_output"),
+        ({"instruction": ""}, "instruction"),
+        ({"start": "home.html"}, "home.html"),
+        ({"expected_output": "x"}, "expected_output"),
+        ({"check": None}, "expected_output"),
     ],
 )
 def test_invalid_rows_are_rejected(change, message):

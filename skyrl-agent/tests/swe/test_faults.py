@@ -10,7 +10,7 @@ from skyrl_agent.finish import ERROR_AGENT, ERROR_EVALUATION, ERROR_RUNTIME, FIN
 from skyrl_agent.runtimes.leases import FOLDER_VARIABLE
 from skyrl_agent.training_rows import compute_trajectory_advantages
 
-from ..runtimes.runtime_places import eventually, processes_with
+from ..runtimes.runtime_places import processes_with, wait_until_true
 from ..tools_general.agent_web_server import web_server
 from .swe_faults import HANG, PLANS, STAGES, faulty_runner, row
 
@@ -38,7 +38,7 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(sandboxed, tmp_path, monkeypatch):
+def check_no_leftovers(sandboxed, tmp_path, monkeypatch):
     """No process, folder or lease, after each test."""
     places, leases = tmp_path / "places", tmp_path / "leases"
     places.mkdir()
@@ -46,7 +46,7 @@ def nothing_is_left(sandboxed, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(places))
     monkeypatch.setenv(FOLDER_VARIABLE, str(leases))
     yield
-    assert eventually(lambda: not [*os.listdir(places), *os.listdir(leases), *processes_with(HANG)], 30)
+    assert wait_until_true(lambda: not [*os.listdir(places), *os.listdir(leases), *processes_with(HANG)], 30)
 
 
 @EVERY_PLAN

@@ -127,14 +127,10 @@ def test_harbor_image_comes_from_task_or_dockerfile(tmp_path):
     write(dockerfile, "ARG OS=debian\nARG TAG='12-slim'\nFROM ${OS}:$TAG\nARG OS=other\n")
     assert task.runtime_spec(instance).image == "debian:12-slim"
     write(dockerfile, "ARG TAG\nFROM debian:$TAG\n")
-    with pytest.raises(
-        TaskRowError, match=r"has FROM debian:\$TAG, whose variable has no value: give it one by an ARG"
-    ):
+    with pytest.raises(TaskRowError, match=r"FROM debian:\$TAG"):
         task.check_row(instance)
     write(dockerfile, "FROM a AS b\nFROM c\n")
-    with pytest.raises(
-        TaskRowError, match=r"must have one FROM, .* or task.toml an environment.docker_image; it has 2"
-    ):
+    with pytest.raises(TaskRowError, match=r"environment\.docker_image"):
         task.check_row(instance)
     toml = tmp_path / "sum-00" / "task.toml"
     write(toml, toml.read_text().replace("[environment]", '[environment]\ndocker_image = "built/already:1"'))
@@ -174,12 +170,10 @@ async def test_harbor_grader_without_reward_is_not_agent_failure(play, tmp_path)
     (row,) = iter_harbor_rows(tmp_path)
     test = Path(row["path"]) / "tests" / "test.sh"
     write(test, "echo no pytest here >&2; exit 127")
-    with pytest.raises(
-        InfraError, match=r"wrote no finite reward to /logs/verifier: exited, return code 127.*no pytest"
-    ):
+    with pytest.raises(InfraError, match=r"return code 127.*no pytest"):
         await play(HarborTask(), row)
     write(test, 'echo \'{"a": 1, "b": 2}\' > /logs/verifier/reward.json')
-    with pytest.raises(InfraError, match="an object with the number `reward`"):
+    with pytest.raises(InfraError, match="`reward`"):
         await play(HarborTask(), row)
 
 
@@ -190,9 +184,9 @@ async def test_harbor_grader_without_reward_is_not_agent_failure(play, tmp_path)
         ("task.toml", "[[steps]]\nname = 'a'", "several .* are not supported"),
         ("task.toml", "[verifier]\nenv = { KEY = '${KEY}' }", "variable of the host"),
         ("instruction.md", " ", "has no instruction"),
-        ("environment/Dockerfile", "COPY --from=build /a /b", "cannot follow"),
-        ("environment/Dockerfile", 'RUN ["ls"]', "cannot follow"),
-        ("environment/Dockerfile", "WORKDIR ${HOME:-/app}", "cannot follow"),
+        ("environment/Dockerfile", "COPY --from=build /a /b", "not supported in a sandbox"),
+        ("environment/Dockerfile", 'RUN ["ls"]', "not supported in a sandbox"),
+        ("environment/Dockerfile", "WORKDIR ${HOME:-/app}", "not supported in a sandbox"),
     ],
 )
 def test_harbor_reports_unusable_folders(tmp_path, file, text, message):
@@ -200,5 +194,5 @@ def test_harbor_reports_unusable_folders(tmp_path, file, text, message):
     write(tmp_path / "sum-00" / file, text)
     with pytest.raises(TaskRowError, match=f"sum-00.*{message}"):
         list(iter_harbor_rows(tmp_path))
-    with pytest.raises(TaskRowError, match=r"no folder with a task\.toml"):
+    with pytest.raises(TaskRowError, match=r"task\.toml"):
         list(iter_harbor_rows(tmp_path / "sum-00"))

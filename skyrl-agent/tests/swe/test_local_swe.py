@@ -167,7 +167,7 @@ async def test_missing_pytest_is_not_agent_failure(sandboxed, monkeypatch):
     [
         ({"files": {}}, "files must map paths to texts"),
         ({"files": {"../x": ""}}, "relative to the working directory"),
-        ({"files": {"x.py": 3}}, "must have text under 'x.py'"),
+        ({"files": {"x.py": 3}}, "must have text for 'x.py'"),
         ({"test_cmd": " "}, "test_cmd must be the command"),
         ({"edit_file": "nowhere.py"}, r"edit_files names 'nowhere.py', which is not in files"),
         ({"test_seconds": 0}, "test_seconds must be a positive number"),

@@ -57,7 +57,7 @@ R2E_ROW = {
 }
 
 
-class HereTask(SWEBenchTask):
+class LocalTask(SWEBenchTask):
     """Task with a repository made in a local sandbox in place of an image."""
 
     files: ClassVar = {"double.py": WRONG, "test_double.py": OLD_TESTS, "logo.bin": "\0\1"}
@@ -70,7 +70,7 @@ class HereTask(SWEBenchTask):
     evaluation_runtime_spec = runtime_spec
 
 
-class HereR2E(HereTask):
+class LocalR2E(LocalTask):
     files: ClassVar = {
         "double.py": WRONG,
         "r2e_tests/test_double.py": TESTS,
@@ -78,7 +78,7 @@ class HereR2E(HereTask):
     }
 
 
-class HereSmith(HereTask):
+class LocalSmith(LocalTask):
     files: ClassVar = {"double.py": WRONG, "test_double.py": TESTS}
     setup: ClassVar = (
         "git config --global user.email a@b; git config --global user.name a; git init -q; git add -A; "
@@ -140,7 +140,7 @@ def without_harness(monkeypatch):
 
 
 async def test_correct_fix_has_reward_one(play):
-    result, judgement = await play(HereTask(), ROW, f"{FIX}\nprintf '\\377\\0' >> logo.bin; git commit -qam mine")
+    result, judgement = await play(LocalTask(), ROW, f"{FIX}\nprintf '\\377\\0' >> logo.bin; git commit -qam mine")
     assert judgement.reward == 1.0
     assert judgement.parts == {"resolved": 1.0, "fail_to_pass": 1.0, "pass_to_pass": 1.0}
     assert result["git_patch"].startswith("diff --git a/double.py b/double.py")
@@ -165,23 +165,23 @@ async def test_correct_fix_has_reward_one(play):
     ],
 )
 async def test_reward_follows_test_outcomes(play, script, reward, parts):
-    _, judgement = await play(HereTask(), ROW, script)
+    _, judgement = await play(LocalTask(), ROW, script)
     assert judgement.reward == reward
     assert judgement.parts == {"resolved": reward, **parts}
 
 
 @pytest.mark.parametrize("script", ["true", "rm -rf .git; echo >> double.py", "printf '\\377\\0' > new.bin"])
 async def test_missing_patch_ends_as_no_git_patch(play, script):
-    result, judgement = await play(HereTask(), ROW, script)
+    result, judgement = await play(LocalTask(), ROW, script)
     assert (result["git_patch"], judgement.reward, judgement.finish_reason) == ("", 0.0, "no_git_patch")
 
 
 @pytest.mark.slow
 async def test_r2e_rows_are_graded_by_script(play):
     seen = "[ -e r2e_tests ] || [ -e run_tests.sh ] && exit"  # the agent must not find them
-    _, judgement = await play(HereR2E(), R2E_ROW, f"{seen}\n{FIX}")
+    _, judgement = await play(LocalR2E(), R2E_ROW, f"{seen}\n{FIX}")
     assert judgement.reward == 1.0
-    _, judgement = await play(HereR2E(), R2E_ROW, "echo '# hm' >> double.py")
+    _, judgement = await play(LocalR2E(), R2E_ROW, "echo '# hm' >> double.py")
     assert judgement.reward == 0.0
 
 
@@ -189,25 +189,25 @@ async def test_r2e_rows_are_graded_by_script(play):
 async def test_smith_rows_restore_tests_from_history(play):
     row = {key: value for key, value in ROW.items() if key != "test_patch"}
     row |= {"data_source": "swe-smith", "image_name": "it"}
-    _, judgement = await play(HereSmith(), row, f"[ -e test_double.py ] && exit\n{FIX}")
+    _, judgement = await play(LocalSmith(), row, f"[ -e test_double.py ] && exit\n{FIX}")
     assert (judgement.reward, judgement.parts["fail_to_pass"]) == (1.0, 1.0)
-    _, judgement = await play(HereSmith(), row, "echo '# hm' >> double.py")
+    _, judgement = await play(LocalSmith(), row, "echo '# hm' >> double.py")
     assert (judgement.reward, judgement.parts["pass_to_pass"]) == (0.0, 1.0)
 
 
 @pytest.mark.full
 async def test_missing_named_test_gives_no_verdict(play):
     row = ROW | {"FAIL_TO_PASS": ["test_double.py::test_two", "test_double.py::test_three"]}
-    with pytest.raises(TaskRowError, match=r"tests were not run: test test_double.py::test_three"):
-        await play(HereTask(), row, FIX)
-    assert (await play(HereTask(), row, "echo '# hm' >> double.py"))[1].reward == 0.0, "a test was run and failed"
+    with pytest.raises(TaskRowError, match="test_three"):
+        await play(LocalTask(), row, FIX)
+    assert (await play(LocalTask(), row, "echo '# hm' >> double.py"))[1].reward == 0.0, "a test was run and failed"
 
 
 @pytest.mark.full
 async def test_r2e_script_without_outcome_gives_no_verdict(play):
-    class WithoutTests(HereR2E):
-        files: ClassVar = HereR2E.files | {"run_tests.sh": "no-such-tool"}
+    class WithoutTests(LocalR2E):
+        files: ClassVar = LocalR2E.files | {"run_tests.sh": "no-such-tool"}
 
     with pytest.raises(TaskRowError, match=r"exit status 127"):
         await play(WithoutTests(), R2E_ROW, FIX)
-    assert (await play(HereR2E(), R2E_ROW, "echo 'raise SystemExit' > double.py"))[1].reward == 0.0
+    assert (await play(LocalR2E(), R2E_ROW, "echo 'raise SystemExit' > double.py"))[1].reward == 0.0

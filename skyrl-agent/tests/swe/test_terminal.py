@@ -46,16 +46,16 @@ async def test_commands_are_compared_by_effect(play, answer, parts):
 
 
 async def test_setup_failure_is_not_agent_failure(play):
-    with pytest.raises(InfraError, match=r"setup did not work here: exited, return code 3, 'no'"):
+    with pytest.raises(InfraError, match="return code 3, 'no'"):
         await play(TerminalTask(), COUNT | {"setup": "echo no; exit 3", "check": "true"})
 
 
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"query": "x"}, "one of gold, expected_output, check must say how it is judged; got none"),
+        ({"query": "x"}, "expected_output"),
         ({"query": "x", "gold": "y", "check": "z"}, "got gold, check"),
-        ({"gold": "y"}, "instruction must say what to do"),
+        ({"gold": "y"}, "instruction"),
         (
             {"query": "x", "check": {"language": "c++", "code": ""}},
             r"language must be one of bash, python; got 'c\+\+'",

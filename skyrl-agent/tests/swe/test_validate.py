@@ -47,14 +47,14 @@ def test_validate_names_bad_rows_and_exits_with_one(validate):
     problems = {name: problem for name, problem in lines}
     assert problems.pop("row 7").startswith("LocalSWETask, row no files: files must map paths to texts")
     assert problems == {
-        "nothing to do": "the original passes already",
-        "wrong solution": "its own solution fails: resolved 0, tests_passed 0, timed_out 0",
+        "nothing to do": "the original already passes",
+        "wrong solution": "its reference solution fails: resolved 0, tests_passed 0, timed_out 0",
         "no such test": "test test_calc.py::test_three: there is no test of that name",
         "no command": "exit status 127: bash: line 1: no-such-tool: command not found",
         "no dependency": "not run on the original: collection of test_calc.py: ModuleNotFoundError: "
         "No module named 'no_such_dependency'",
     }
-    assert said.endswith("2 of 8 rows are good, 6 bad; 2 have no solution: only their original was tried\n")
+    assert said.endswith("2 of 8 rows are good, 6 bad; 2 have no solution: only their original was checked\n")
 
 
 def test_validate_exits_with_zero_when_all_rows_pass(validate):
@@ -64,4 +64,4 @@ def test_validate_exits_with_zero_when_all_rows_pass(validate):
 def test_validate_rejects_task_without_tests(validate):
     status, said = validate({"a": {}}, task="skyrl_agent.tasks.general_react.utils.GeneralReactTask")
     assert status == 2
-    assert "it has no tests to run without an agent" in said
+    assert "no tests to run without an agent" in said

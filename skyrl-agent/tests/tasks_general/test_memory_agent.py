@@ -40,7 +40,7 @@ def test_incomplete_rows_are_reported(missing):
 
 
 def test_unknown_grader_is_rejected():
-    with pytest.raises(ConfigError, match=r"task_config\.grader must be one of em, subem, f1, judge"):
+    with pytest.raises(ConfigError, match=r"task_config\.grader"):
         MemoryAgentTask(grader="exact")
 
 

@@ -52,7 +52,7 @@ async def test_faults_are_classified_by_cause(script, error, text):
 @pytest.mark.parametrize("trouble", ["hang", "trickle"])
 async def test_unfinished_server_response_times_out(trouble):
     started = time.monotonic()
-    with web_server(answers(trouble)) as server, pytest.raises(InfraError, match=r"no reply within 0\.2 s"):
+    with web_server(answers(trouble)) as server, pytest.raises(InfraError, match=r"0\.2 s"):
         await ask(server.url, timeout=0.2)
     assert time.monotonic() - started < 10
     assert len(server.asked) == 3

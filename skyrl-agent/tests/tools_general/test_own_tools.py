@@ -128,7 +128,7 @@ def runner_schemas(tools: list[Any]) -> list[dict[str, Any]]:
         ([{f"{MODULE}.Scales": {"only": ["way"]}}], "only: unknown tool 'way'; known: tare, weigh"),
         ([{"mcp": {}}], "needs either command or url"),
         ([{"mcp": {"command": ["/no/such/program"]}}], "cannot be started"),
-        ([f"{MODULE}.CountWords", f"{MODULE}.CountWords"], "are both called 'count_words'"),
+        ([f"{MODULE}.CountWords", f"{MODULE}.CountWords"], "have the same name 'count_words'"),
     ],
 )
 def test_invalid_tools_raise_config_error(tools, complaint):

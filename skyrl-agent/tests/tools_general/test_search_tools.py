@@ -145,5 +145,5 @@ def test_query_formats(given, queries):
 
 @pytest.mark.parametrize("given", ["", [], [" "], list("abcdef")])
 def test_query_count_is_validated(given):
-    with pytest.raises(ValueError, match="give 1 to 5 queries"):
+    with pytest.raises(ValueError, match="1 to 5 queries"):
         parse_queries(given)

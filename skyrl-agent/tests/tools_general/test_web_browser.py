@@ -68,7 +68,7 @@ async def test_agent_model_summarizes_without_configured_model(tmp_path):
 async def test_page_too_long_for_model_is_halved(tmp_path):
     async def ask(messages):
         if len(messages[0]["content"]) > 4000:
-            raise ValueError("the question has 4001 tokens")
+            raise ValueError("the prompt has 4001 tokens")
         return "read"
 
     with web_server(lambda asked: (200, f"<p>{'word ' * 1600}")) as pages:

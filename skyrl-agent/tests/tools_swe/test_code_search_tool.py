@@ -77,5 +77,5 @@ async def test_search_command(runtime: Runtime):
 
 def test_settings_are_validated():
     assert make_tool("code_search", {"root": "repo"}).name == "code_search"
-    with pytest.raises(ConfigError, match="max_chars must be at least 200; got 5"):
+    with pytest.raises(ConfigError, match="max_chars"):
         make_tool("code_search", {"max_chars": 5})

@@ -187,5 +187,5 @@ async def test_edit_breaking_python_syntax_is_reported(edit, runtime: Runtime):
 
 
 def test_too_small_output_limit_is_rejected():
-    with pytest.raises(ConfigError, match="max_chars must be at least 3000; got 10"):
+    with pytest.raises(ConfigError, match="max_chars"):
         StrReplaceEditor(max_chars=10)

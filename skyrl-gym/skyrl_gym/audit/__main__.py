@@ -13,8 +13,8 @@ from skyrl_gym.audit.trial import audit
 from skyrl_gym.check import examples_of, spec_of
 from skyrl_gym.error import Error
 
-EPILOG = f"""Outcome rewards are means over the environment's examples; what it pays beside success (a format bonus)
-stands under "shaping". An environment passes if its oracle earns at least {ORACLE_AT_LEAST:g} and no cheater more than
+EPILOG = f"""Outcome rewards are means over the environment's examples; other rewards (a format bonus) are reported
+as "shaping". An environment passes if its oracle earns at least {ORACLE_AT_LEAST:g} and no cheating policy more than
 {CHEATER_AT_MOST:g} of that. Exit code: 0 if all pass, 1 if one fails, 2 if one could not be audited."""
 
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _build_parser().parse_args(arguments)
     env_ids = sorted(skyrl_gym.registry) if options.all else options.env
     if not env_ids:
-        _build_parser().error("name an environment, or give --all")
+        _build_parser().error("pass an environment or --all")
     if options.max_turns is not None and options.max_turns < 1:
         _build_parser().error(f"--max-turns must be at least 1; got {options.max_turns}")
     reports: list[AuditReport] = []
@@ -50,13 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_gym.audit",
-        description="Plays cheating policies and the oracle against environments, and prints the gap.",
+        description="Run reward-hacking policies and the oracle on environments and print the gap.",
         epilog=EPILOG,
     )
     parser.add_argument("env", nargs="*", metavar="ENV", help="a registered id, or package.module:Class")
     parser.add_argument("--all", action="store_true", help="every registered environment")
-    parser.add_argument("--max-turns", type=int, metavar="N", help="turn limit in place of the examples' own")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every policy's outcome on every example here")
+    parser.add_argument("--max-turns", type=int, metavar="N", help="turn limit that overrides the examples' own")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="file for the outcome of every policy on every example"
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Text operations of cheaters: keep the form of a solution, lose what it says. Knows no environments."""
+"""Text operations of cheaters: keep the form of a solution, lose what it says. Independent of environments."""
 
 import re
 import string

@@ -61,7 +61,7 @@ class AuditReport:
             found.append(f"the oracle earns {self.oracle.outcome:.3f}; it must earn at least {ORACLE_AT_LEAST:g}")
         allowed = CHEATER_AT_MOST * max(self.oracle.outcome, 0.0)
         found += [
-            f"{cheater.name!r} earns {cheater.outcome:.3f}; cheaters may earn at most {allowed:.3f}"
+            f"{cheater.name!r} earns {cheater.outcome:.3f}; reward-hacking policies may earn at most {allowed:.3f}"
             for cheater in sorted(self.cheaters, key=lambda cheater: -cheater.outcome)
             if cheater.outcome > allowed
         ]

@@ -1,4 +1,4 @@
 """Chat layer of all packages: chat templates, token ids of messages, tool calls in a model's text.
 
-Knows no environment, engine or agent; a tokenizer is handed in.
+Independent of environments, engines and agents; a tokenizer is passed in.
 """

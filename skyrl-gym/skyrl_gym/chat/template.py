@@ -1,4 +1,4 @@
-"""Chat templates: messages to text and token ids. Knows no state of a conversation."""
+"""Chat templates: messages to text and token ids. Independent of conversation state."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -166,7 +166,7 @@ def read_template_file(setting: str, path: str) -> str:
     """
     named, file = f"{setting}={path!r}", Path(path).expanduser()
     if "\0" in path:
-        raise ChatTemplateError(f"{named} has a null byte; give the path of a Jinja file")
+        raise ChatTemplateError(f"{named} has a null byte; use the path of a Jinja file")
     if not file.is_file():
         raise ChatTemplateError(f"{named} is not a file (looked in {Path.cwd()})")
     if file.stat().st_size > MAX_TEMPLATE_BYTES:

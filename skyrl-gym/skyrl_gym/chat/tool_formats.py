@@ -1,4 +1,4 @@
-"""Tool formats: explanation of tools, parsing of calls, and messages of results. Knows no tools but their schemas."""
+"""Tool formats: explanation of tools, parsing of calls, and messages of results. Uses only the schemas of tools."""
 
 import json
 from abc import ABC, abstractmethod

@@ -47,7 +47,7 @@ def check_env(
     env_spec = spec_of(env)
     examples = tasks_of(env_spec, prompts, env_config)[:max_tasks]
     if not examples:
-        raise ValueError(f"nothing to check {env_spec.id} with: give prompts, or define examples()")
+        raise ValueError(f"no prompts to check {env_spec.id} with: pass prompts, or define examples()")
     subject = Subject(env_spec, examples, seconds_per_call)
     findings = []
     for name, check in PROMISES.items():

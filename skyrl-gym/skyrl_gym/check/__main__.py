@@ -13,10 +13,12 @@ from skyrl_gym.error import Error
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code: 1 if there are errors, 2 if an environment could not be checked."""
     parser = argparse.ArgumentParser(
-        prog="python -m skyrl_gym.check", description="Checks that environments keep their promises."
+        prog="python -m skyrl_gym.check", description="Check that environments conform to the environment contract."
     )
     parser.add_argument("env", nargs="+", metavar="ENV", help="a registered id, or package.module:Class")
-    parser.add_argument("--seconds-per-call", type=float, default=30.0, help="deadline of one call (default: 30)")
+    parser.add_argument(
+        "--seconds-per-call", type=float, default=30.0, help="timeout of one call in seconds (default: 30)"
+    )
     parser.add_argument("--env-config", type=json.loads, metavar="JSON", help="settings of the environment")
     options = parser.parse_args(arguments)
     code = 0

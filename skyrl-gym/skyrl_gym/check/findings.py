@@ -27,27 +27,29 @@ def describe(error: BaseException) -> str:
 
 def check_output(env: object, output: BaseTextEnvStepOutput, turn: int, is_single: bool) -> Iterator[Finding]:
     if not isinstance(output["reward"], float):
-        yield make_warning(f"reward should be a float; it is {type(output['reward']).__name__}")
+        yield make_warning(f"reward should be a float; got {type(output['reward']).__name__}")
     if not isinstance(output.get("metadata", {}), dict):
         yield make_error(f"metadata must be a dict; got {output.get('metadata')!r:.120}")
     if output.get("postprocessed_action") is not None:
-        yield make_warning("postprocessed_action trains the model on tokens that it did not write")
+        yield make_warning("postprocessed_action trains the model on tokens that it did not generate")
     yield from check_messages("step", output["observations"])
     turns = getattr(env, "turns", None)
     if turns is not None and turns != turn:
-        text = f"turns is {turns} after step {turn}; increment it first thing in step"
+        text = f"turns is {turns} after step {turn}; increment it at the start of step"
         yield make_warning(text) if is_single else make_error(text)
 
 
 def check_messages(method: str, messages: ConversationType) -> Iterator[Finding]:
     for message in messages:
         if message["role"] not in ("system", "user", "assistant", "tool", "developer"):
-            yield make_error(f"{method} gave a message of role {message['role']!r}, which chat templates do not know")
+            yield make_error(
+                f"{method} returned a message of role {message['role']!r}, which chat templates do not support"
+            )
         content = message.get("content")
         texts = [content] if isinstance(content, str) else _get_part_texts(content)
         if texts is None and not message.get("tool_calls"):
             yield make_error(
-                f"{method} gave a message whose content is no text and no list of typed parts: {content!r:.120}"
+                f"{method} returned a message whose content is neither text nor a list of typed parts: {content!r:.120}"
             )
         try:
             json.dumps(message)
@@ -55,10 +57,10 @@ def check_messages(method: str, messages: ConversationType) -> Iterator[Finding]
                 text.encode("utf-8")
         except UnicodeEncodeError as failure:
             yield make_error(
-                f"{method} gave text that is not valid Unicode, so it cannot be tokenised: {failure.reason}"
+                f"{method} returned text that is not valid Unicode and cannot be tokenized: {failure.reason}"
             )
         except (TypeError, ValueError) as failure:
-            yield make_error(f"{method} gave a message that is not JSON: {failure}")
+            yield make_error(f"{method} returned a message that is not JSON: {failure}")
 
 
 def _get_part_texts(content: object) -> list[str] | None:
@@ -70,9 +72,9 @@ def _get_part_texts(content: object) -> list[str] | None:
 def check_metrics(env: Any, metrics: Any) -> Iterator[Finding]:
     for name, value in metrics.items():
         if not isinstance(name, str):
-            yield make_error(f"get_metrics gave a name that is no text: {name!r}")
+            yield make_error(f"get_metrics returned a name that is not a string: {name!r}")
         if isinstance(value, Real) and not isinstance(value, bool) and not -float("inf") < float(value) < float("inf"):
-            yield make_error(f"get_metrics gave {name} = {value}")
+            yield make_error(f"get_metrics returned {name} = {value}")
     outcome = metrics.get("outcome_reward", 0.0)
     if isinstance(outcome, bool) or not isinstance(outcome, Real):
         yield make_error(f"outcome_reward must be a number; got {outcome!r}")
@@ -84,5 +86,5 @@ def check_metrics(env: Any, metrics: Any) -> Iterator[Finding]:
         wrong = [name for name, value in numbers.items() if not isinstance(value, Real)]
         if wrong:
             yield make_error(
-                f"aggregate_metrics of {len(episodes)} episodes gave no number for {', '.join(map(str, wrong))}"
+                f"aggregate_metrics of {len(episodes)} episodes returned no number for {', '.join(map(str, wrong))}"
             )

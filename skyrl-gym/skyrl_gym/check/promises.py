@@ -68,11 +68,11 @@ def _check_episode(subject: Subject) -> Iterator[Finding]:
         prompt = copy.deepcopy(example.prompt)
         with subject.make(example) as run:
             given = copy.deepcopy(prompt)
-            # Without a seed of ours: a solution may be one of the row's own seed.
+            # Without a seed: a solution may belong to the row's own seed.
             first = subject.call("init", run.episode.init, given)
             yield from check_messages("init", first)
             if given != prompt and given is not first:
-                yield make_error("init changes the prompt it is given; give a new list")
+                yield make_error("init modifies its prompt argument; return a new list")
             done = False
             for turn, action in enumerate(actions, start=1):
                 output = run.step(action)
@@ -80,7 +80,9 @@ def _check_episode(subject: Subject) -> Iterator[Finding]:
                 yield from check_output(run.env, output, turn, is_single=done and turn == 1)
                 if done:
                     if example.oracle and turn < len(actions):
-                        yield make_error(f"the example's solution has {len(actions)} turns, but turn {turn} was done")
+                        yield make_error(
+                            f"the example's solution has {len(actions)} turns, but the episode ended at turn {turn}"
+                        )
                     break
             if example.oracle and not done:
                 yield make_error(f"the example's solution ({len(actions)} turns) does not end the episode")
@@ -121,7 +123,7 @@ def _check_turn_limit(subject: Subject) -> Iterator[Finding]:
         if len(transcript.outputs) > limit or not transcript.is_done:
             yield make_error(f"extras['max_turns'] = {limit} did not end the episode by step {limit}")
         elif transcript.outputs[-1]["observations"]:
-            yield make_warning("the last step has observations, which nobody will read")
+            yield make_warning("the last step has observations, which are never used")
     own_limit = _get_own_limit(subject, example)
     if own_limit is not None:
         transcript = subject.play(example, [IDLE_ACTION] * (own_limit + 1))
@@ -151,9 +153,9 @@ def _step_after_done(subject: Subject) -> Iterator[Finding]:
         if isinstance(output, Error | RuntimeError | ContractError):
             return  # said so
         if isinstance(output, Exception):
-            yield make_warning(f"raised {describe(output)}; a clear error or another done step would do")
+            yield make_warning(f"raised {describe(output)}; raise a clear error or return another done step")
         elif not output["done"]:
-            yield make_warning("is not done again")
+            yield make_warning("does not return done again")
 
 
 @promise("determinism")
@@ -166,7 +168,7 @@ def _check_determinism(subject: Subject) -> Iterator[Finding]:
             continue
         with subject.make(example) as run:
             is_seeded = has_seed_argument(run.env)
-        hint = "" if is_seeded else "; let init take a seed if there is randomness"
+        hint = "" if is_seeded else "; let init accept a seed if the environment is random"
         yield make_error(f"the same seed and actions gave different episodes: {difference}{hint}")
 
 
@@ -192,8 +194,8 @@ def _check_isolation(subject: Subject) -> Iterator[Finding]:
         difference = alone[index].difference(together[index])
         if difference is not None:
             yield make_error(
-                f"an episode beside another one goes differently, so instances share state: {difference} "
-                f"(prompt {str(example.prompt[-1].get('content'))[:60]!r})"
+                f"an episode differs if another one runs concurrently, so instances share state: {difference} (prompt "
+                f"{str(example.prompt[-1].get('content'))[:60]!r})"
             )
 
 
@@ -212,7 +214,7 @@ def _check_rows(subject: Subject) -> Iterator[Finding]:
                 if run.step(action)["done"]:
                     break
         if extras != example.extras:
-            yield make_error("the environment changes its row (extras); copy what you change")
+            yield make_error("the environment modifies its row (extras); copy it before modifying")
 
 
 def _get_first_step_error(subject: Subject, example: Example, extras: Mapping[str, object] | None) -> Exception | None:
@@ -234,7 +236,7 @@ def _check_incomplete_rows(subject: Subject) -> Iterator[Finding]:
         error = _get_first_step_error(subject, example, extras)
         if isinstance(error, TaskError | FileNotFoundError):
             if name and name.split(".")[-1] not in str(error):
-                yield make_warning(f"a row without {name} is refused with a text that does not name it: {error!s:.200}")
+                yield make_warning(f"a row without {name} raises an error that does not name it: {error!s:.200}")
         elif error is not None:
             yield make_error(f"a row without {name or 'any columns'} must raise TaskError; it raised {describe(error)}")
 

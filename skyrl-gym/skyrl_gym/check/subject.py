@@ -141,7 +141,7 @@ class Transcript:
     def difference(self, other: "Transcript") -> str | None:
         """Describe the first difference between two episodes, or return None."""
         if self.first != other.first:
-            return f"init gave {self.first!r:.120} and {other.first!r:.120}"
+            return f"init returned {self.first!r:.120} and {other.first!r:.120}"
         for turn, (mine, theirs) in enumerate(zip(self.outputs, other.outputs, strict=False), start=1):
             for key in ("observations", "reward", "done"):
                 if mine[key] != theirs[key]:

@@ -74,7 +74,7 @@ def schema(database: Path) -> str:
         TaskError: the database does not exist.
     """
     if not database.exists():
-        raise TaskError(f"there is no database at {database}; db_path must be the folder above, --data say which set")
+        raise TaskError(f"no database at {database}; db_path must be the parent folder, and --data must select the set")
     with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
         found = connection.execute("SELECT sql FROM sqlite_master WHERE type IN ('table', 'view') AND sql IS NOT NULL")
         return "\n".join(f"{sql};" for (sql,) in found)

@@ -9,13 +9,13 @@ from skyrl_gym.envs.tool_call.prompt import system_message
 from skyrl_gym.error import TaskError
 
 ANSWERS_FOLDER = "possible_answer"
-"""Folder beside the published files, with files of the same names that hold the accepted calls."""
+"""Folder next to the published files, with files of the same names that hold the accepted calls."""
 
 _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "list": "array", "bool": "boolean"}
 """Python's type names, as used in the published schemas -> JSON's type names."""
 
 
-def answers_beside(path: Path) -> dict[str, object]:
+def load_accepted_calls(path: Path) -> dict[str, object]:
     """Read the accepted calls that belong to a published file, by problem id; empty without a file of them."""
     file = path.parent / ANSWERS_FOLDER / path.name
     if not file.is_file():
@@ -30,11 +30,11 @@ def bfcl_row(problem: Problem, split: str, index: int, answers: dict[str, object
     name = str(first(problem, "id"))
     turns = first(problem, "question")
     if not isinstance(turns, list) or len(turns) != 1:
-        raise TaskError(f"{name} has several turns; only problems of one turn are played")
+        raise TaskError(f"{name} has several turns; only single-turn problems are supported")
     functions = first(problem, "function")
     found = problem.get("ground_truth", (answers or {}).get(name))
     if found is None and "irrelevance" not in name:
-        raise TaskError(f"{name} has no ground_truth, and there is no answer of that id in {ANSWERS_FOLDER}/")
+        raise TaskError(f"{name} has no ground_truth, and no answer with this id is in {ANSWERS_FOLDER}/")
     system = system_message(
         [_to_json_schema(each) for each in (functions if isinstance(functions, list) else [functions])]
     )

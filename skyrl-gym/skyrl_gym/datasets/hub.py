@@ -9,7 +9,7 @@ from skyrl_gym.error import Error
 
 
 def load_hub(name: str) -> Sequence[Problem]:
-    """Load a set of the hub, named `NAME[:CONFIG]@SPLIT[#REVISION]`. Rows are read while one goes through them.
+    """Load a set of the hub, named `NAME[:CONFIG]@SPLIT[#REVISION]`. Rows are read lazily during iteration.
 
     Raises:
         Error: the package is not installed, the hub cannot be reached, or has no such set.
@@ -19,8 +19,8 @@ def load_hub(name: str) -> Sequence[Problem]:
         from datasets.exceptions import DatasetsError
     except ImportError as missing:
         raise Error(
-            f"{name} on the hub is read by the package `datasets`, which is not installed: `pip install datasets`, or "
-            f"give a local file"
+            f"{name} on the hub needs the package `datasets`, which is not installed: `pip install datasets`, or use "
+            "a local file"
         ) from missing
     dataset, _, revision = name.partition("#")
     dataset, _, split = dataset.partition("@")
@@ -29,6 +29,6 @@ def load_hub(name: str) -> Sequence[Problem]:
         return datasets.load_dataset(path, config or None, split=split or "train", revision=revision or None)  # pyright: ignore[reportReturnType]
     except (OSError, ValueError, httpx.HTTPError, DatasetsError) as failure:
         raise Error(
-            f"the hub does not give {name} ({type(failure).__name__}: {failure}): give a local file, or check name and "
-            f"network"
+            f"{name} could not be downloaded from the hub ({type(failure).__name__}: {failure}): check name and "
+            "network, or use a local file"
         ) from failure

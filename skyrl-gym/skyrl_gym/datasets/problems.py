@@ -24,7 +24,7 @@ def first(problem: Problem, columns: str) -> Any:
     for name in columns.split("|"):
         if problem.get(name) is not None:
             return problem[name]
-    raise TaskError(f"there is no column {columns.replace('|', ' or ')}; the columns are {', '.join(problem)}")
+    raise TaskError(f"no column {columns.replace('|', ' or ')}; the columns are {', '.join(problem)}")
 
 
 def texts(value: Any) -> list[str]:

@@ -205,7 +205,7 @@ def whole_number(extras: Mapping[str, object], name: str, default: NumberT, leas
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, Integral | float) or value % 1 != 0 or value < least:
-        raise TaskError(f"{name} must be a whole number from {least} on; got {value!r:.200}")
+        raise TaskError(f"{name} must be an integer of at least {least}; got {value!r:.200}")
     return int(value)
 
 

@@ -76,7 +76,7 @@ def register_installed() -> None:
             register(id=entry_point.name, entry_point=entry_point.value)
         except error.RegistrationError as clash:
             package = entry_point.dist.name if entry_point.dist else "an installed package"
-            warnings.warn(f"{package} declares env {entry_point.value!r}, which is left out: {clash}", stacklevel=2)
+            warnings.warn(f"{package} declares env {entry_point.value!r}, which is ignored: {clash}", stacklevel=2)
 
 
 def deregister(id: str) -> None:

@@ -15,9 +15,9 @@ from skyrl_gym.eval.suite_runs import SuiteValues, format_suites_table, lines_of
 from skyrl_gym.eval.suites import ELSEWHERE, GROUPS, SUITES
 from skyrl_gym.eval.summary import table
 
-EPILOG = """Run the same command again to go on after an interruption, and to retry the episodes that failed. Exit code:
+EPILOG = """Run the same command again to continue after an interruption and to retry failed episodes. Exit code:
 0 if every episode is scored, 1 if some failed, 2 if the evaluation could not run, 130 or 143 if Ctrl-C or SIGTERM
-stopped it: unfinished episodes are then written as far as they came (`cancelled`), and never scored."""
+stopped it: unfinished episodes are written up to that point (`cancelled`) and never scored."""
 
 
 DATA_HELP = """rows of --env: .parquet or .jsonl with a column prompt (default: its own examples). With --suite: a file,
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         if isinstance(stop, Stopped):
             print(table(stop.summary))
-        print("\nstopped; what is finished is kept: run again to go on", file=sys.stderr)
+        print("\nstopped; finished episodes are kept: run again to continue", file=sys.stderr)
         return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
     finally:
         signal.signal(signal.SIGTERM, handler)
@@ -55,7 +55,7 @@ def _evaluate_environment(options: dict[str, Any], progress: bool) -> bool:
     """Evaluate on one environment. Returns: whether every episode is scored."""
     data = options.pop("data", [])
     if len(data) > 1:
-        raise SettingsError(f"--data may be given once with --env; got {', '.join(data)}")
+        raise SettingsError(f"--data can be set only once with --env; got {', '.join(data)}")
     output = options.pop("output") or Path("eval") / _check_folder_name(f"{options['env']}-{options['model']}")
     settings = EvalSettings(**options, output=output, data=Path(data[0]) if data else None)
     summary = evaluate(settings, progress=progress)
@@ -73,7 +73,7 @@ def _evaluate_suites(options: dict[str, Any], progress: bool) -> bool:
     is_complete = True
     try:
         for plan in plans:
-            left_out = f", {plan.num_left_out} problems left out" if plan.num_left_out else ""
+            left_out = f", {plan.num_left_out} problems skipped" if plan.num_left_out else ""
             print(f"{plan.name}: {plan.num_tasks} tasks of {plan.source}{left_out}", flush=True)
             summary = plan.run(progress=progress)
             is_complete = is_complete and summary.is_complete
@@ -95,7 +95,7 @@ def _check_folder_name(text: str) -> str:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_gym.eval",
-        description="Evaluates the model behind an OpenAI-compatible endpoint on an environment or on benchmarks.",
+        description="Evaluate the model of an OpenAI-compatible endpoint on an environment or on benchmarks.",
         epilog=EPILOG,
         argument_default=argparse.SUPPRESS,  # defaults have one home: EvalSettings
     )
@@ -105,28 +105,53 @@ def _build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--suite", type=_split_names, metavar="NAME,NAME", help=f"benchmark suites or groups: {_check_suites()}"
     )
-    add("--base-url", required=True, metavar="URL", help="of the server, with /v1")
-    add("--model", required=True, metavar="NAME", help="as the server calls it")
+    add("--base-url", required=True, metavar="URL", help="base URL of the server, including /v1")
+    add("--model", required=True, metavar="NAME", help="model name on the server")
     add("--data", action="append", metavar="FILE", help=DATA_HELP)
-    add("--output", type=Path, default=None, metavar="DIR", help="where to write (default: eval/ENV-MODEL)")
-    add("--num-samples", type=int, metavar="N", help="episodes of each task (default: 1, or the suite's)")
-    add("--pass-k", type=_parse_numbers, metavar="K,K", help="which pass@k to report (default: 1, or the suite's)")
+    add("--output", type=Path, default=None, metavar="DIR", help="output folder (default: eval/ENV-MODEL)")
+    add("--num-samples", type=int, metavar="N", help="episodes per task (default: 1, or the suite's)")
+    add("--pass-k", type=_parse_numbers, metavar="K,K", help="values of k for pass@k (default: 1, or the suite's)")
     add("--limit", type=int, metavar="N", help="only the first N tasks")
-    add("--max-turns", type=int, metavar="N", help="turn limit in place of the rows' own")
+    add("--max-turns", type=int, metavar="N", help="turn limit that overrides the rows' own")
     add("--env-config", type=_parse_json_object, metavar="JSON", help="settings of the environment")
     add("--success-at", type=float, metavar="R", help="outcome reward that counts as success (default: 1)")
     add("--temperature", type=float, help="default: the server's, or the suite's")
     add("--top-p", type=float, help="default: the server's, or the suite's")
-    add("--max-tokens", type=int, metavar="N", help="of one turn (default: the server's, or the suite's)")
-    add("--stop", type=str, action="append", metavar="TEXT", help="ends a turn, and stays in it; may be repeated")
-    add("--seed", type=int, help="for environments with randomness")
-    add("--extra-body", type=_parse_json_object, metavar="JSON", help="further fields of each request")
-    add("--api-key-env", metavar="NAME", help="variable that holds the key (default: OPENAI_API_KEY)")
-    add("--concurrency", type=int, metavar="N", help="episodes at the same time (default: 16)")
-    add("--max-retries", type=int, metavar="N", help="of a request that failed (default: 5)")
-    add("--retry-seconds", type=float, metavar="S", help="wait before the first retry; it doubles (default: 1)")
-    add("--request-timeout", dest="request_seconds", type=float, metavar="S", help="of one request (default: 600)")
-    add("--episode-timeout", dest="episode_seconds", type=float, metavar="S", help="of an episode (default: 3600)")
+    add(
+        "--max-tokens", type=int, metavar="N", help="maximum tokens of one turn (default: the server's, or the suite's)"
+    )
+    add(
+        "--stop",
+        type=str,
+        action="append",
+        metavar="TEXT",
+        help="stop string that ends a turn and is kept in it; may be repeated",
+    )
+    add("--seed", type=int, help="seed for environments with randomness")
+    add("--extra-body", type=_parse_json_object, metavar="JSON", help="additional fields of each request")
+    add("--api-key-env", metavar="NAME", help="environment variable with the API key (default: OPENAI_API_KEY)")
+    add("--concurrency", type=int, metavar="N", help="concurrent episodes (default: 16)")
+    add("--max-retries", type=int, metavar="N", help="retries of a failed request (default: 5)")
+    add(
+        "--retry-seconds",
+        type=float,
+        metavar="S",
+        help="seconds before the first retry, doubled each time (default: 1)",
+    )
+    add(
+        "--request-timeout",
+        dest="request_seconds",
+        type=float,
+        metavar="S",
+        help="timeout of one request in seconds (default: 600)",
+    )
+    add(
+        "--episode-timeout",
+        dest="episode_seconds",
+        type=float,
+        metavar="S",
+        help="timeout of an episode in seconds (default: 3600)",
+    )
     add("--quiet", action="store_true", default=False, help="no progress bar")
     return parser
 
@@ -143,7 +168,7 @@ def _parse_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be numbers with commas between, as in 1,4; got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"must be comma-separated numbers, such as 1,4; got {text!r}") from None
 
 
 def _parse_json_object(text: str) -> dict[str, object]:

@@ -40,7 +40,7 @@ class Evaluated:
             settings = json.loads((folder / "settings.json").read_text())
             records, _ = read_records(folder / "episodes.jsonl")
         except (OSError, ValueError, TypeError) as failure:
-            raise Error(f"{folder} is not the folder of an evaluation: {failure}") from failure
+            raise Error(f"{folder} is not an evaluation folder: {failure}") from failure
         shares = {task: statistics.fmean(right) for task, right in group_successes_by_task(records.values()).items()}
         return cls(folder, settings, shares)
 
@@ -81,9 +81,9 @@ def verdict(difference: Estimate, sign_p: float) -> str:
     if excludes_zero and sign_p < SIGNIFICANT:
         return f"{better}: distinguishable from noise"
     if excludes_zero:
-        return f"not settled: the interval excludes 0, the sign test does not confirm it (p = {sign_p:.3g})"
+        return f"inconclusive: the interval excludes 0, but the sign test does not confirm it (p = {sign_p:.3g})"
     if sign_p < SIGNIFICANT:
-        return f"not settled: the sign test finds a difference (p = {sign_p:.3g}), the interval includes 0"
+        return f"inconclusive: the sign test finds a difference (p = {sign_p:.3g}), but the interval includes 0"
     return "not distinguishable from noise"
 
 
@@ -136,7 +136,7 @@ def compare_folders(a: Path, b: Path) -> tuple[list[Comparison], list[str]]:
     common = sorted(suites_a & suites_b)
     if not common:
         found = [f"{folder} has {', '.join(sorted(has)) or 'none'}" for folder, has in ((a, suites_a), (b, suites_b))]
-        raise Error(f"there is no evaluation that both folders have: {'; '.join(found)}")
+        raise Error(f"no evaluation is in both folders: {'; '.join(found)}")
     comparisons = [compare(Evaluated.read(a / name), Evaluated.read(b / name), name) for name in common]
     return comparisons, sorted(suites_a ^ suites_b)
 
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns: 0, or 2 if the folders cannot be compared."""
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_gym.eval.compare",
-        description="Compares two evaluations task by task: B minus A. Folders of suites are compared suite by suite.",
+        description="Compare two evaluations task by task (B minus A), folders of suites suite by suite.",
     )
     parser.add_argument("a", type=Path, metavar="FOLDER_A", help="output folder of an evaluation, or of suites")
     parser.add_argument("b", type=Path, metavar="FOLDER_B", help="the same of another checkpoint")

@@ -1,4 +1,4 @@
-"""The model that is evaluated, behind an OpenAI-compatible server. Knows no environments."""
+"""The model that is evaluated, behind an OpenAI-compatible server. Independent of environments."""
 
 import re
 import threading

@@ -104,7 +104,7 @@ def read_records(path: Path) -> tuple[dict[tuple[int, int], EpisodeRecord], int]
 
     Returns: records by task and sample, and the number of bytes up to a line that a killed process left unfinished.
     """
-    # No lock: records are only appended, so a reader beside the writer sees whole lines and at most a part of the last.
+    # No lock: records are only appended, so a concurrent reader sees complete lines and at most a partial last one.
     records = {}
     whole = 0
     for line in path.read_bytes().splitlines(keepends=True):
@@ -135,6 +135,6 @@ def _check_identity(path: Path, identity: dict[str, object]) -> None:
     for flag, value in identity.items():
         if before.get(flag) != value:
             raise Error(
-                f"{flag} is {value!r}, but the episodes in {path.parent} were made with {before.get(flag)!r}: "
-                f"give another --output"
+                f"{flag} is {value!r}, but the episodes in {path.parent} were made with {before.get(flag)!r}: set "
+                "another --output"
             )

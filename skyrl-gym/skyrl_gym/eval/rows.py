@@ -24,11 +24,11 @@ def read_tasks(env: str, data: Path | None, limit: int | None = None) -> tuple[l
     if data is None:
         tasks = examples_of(spec_of(env))
         if not tasks:
-            raise Error(f"--data is needed: {env} has no examples of its own")
+            raise Error(f"--data is required: {env} has no examples")
         content = repr([(task.prompt, task.extras) for task in tasks]).encode()
         return tasks[:limit], f"examples {hashlib.sha256(content).hexdigest()}"
     if not data.is_file():
-        raise FileNotFoundError(f"--data: there is no file {data}")
+        raise FileNotFoundError(f"--data: no such file {data}")
     tasks = []
     for number, row in enumerate(read_rows(data)):
         if limit is not None and number >= limit:
@@ -78,7 +78,7 @@ def _read_parquet_rows(path: Path) -> Iterator[object]:
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ImportError as missing:
         raise Error(
-            f"--data {path}: reading parquet needs pyarrow (`pip install pyarrow`); .jsonl needs nothing"
+            f"--data {path}: reading parquet needs pyarrow (`pip install pyarrow`); .jsonl does not need it"
         ) from missing
     for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1000):
         for row in batch.to_pylist():

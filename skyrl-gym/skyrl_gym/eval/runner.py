@@ -57,7 +57,9 @@ def evaluate(settings: EvalSettings, *, progress: bool = False) -> Summary:
         missing = [key for key in wanted if not file.is_finished(key)]
         if missing:
             # Threads, not processes: an episode mostly waits for the endpoint.
-            crew = _Crew(settings, lambda config, extras: make(env_spec, env_config=config, extras=extras), tasks)
+            crew = _EpisodeThreads(
+                settings, lambda config, extras: make(env_spec, env_config=config, extras=extras), tasks
+            )
             bar = tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit="episode", disable=not progress)
             try:
                 with crew, bar:
@@ -73,7 +75,7 @@ def _write_summary(settings: EvalSettings, num_tasks: int, file: EpisodeFile) ->
     return summary
 
 
-def _collect(crew: "_Crew", missing: list[tuple[int, int]], file: EpisodeFile, bar: object) -> None:
+def _collect(crew: "_EpisodeThreads", missing: list[tuple[int, int]], file: EpisodeFile, bar: object) -> None:
     """Write records as they arrive, finally the records of truncated episodes. Raises errors that affect all
     episodes.
     """
@@ -84,7 +86,7 @@ def _collect(crew: "_Crew", missing: list[tuple[int, int]], file: EpisodeFile, b
             file.add(record)
 
 
-def _collect_finished(crew: "_Crew", missing: list[tuple[int, int]], file: EpisodeFile, bar: Any) -> None:
+def _collect_finished(crew: "_EpisodeThreads", missing: list[tuple[int, int]], file: EpisodeFile, bar: Any) -> None:
     # Two failures per thread: one bad moment of a server fails at most one episode of each thread.
     patience = max(10, 2 * crew.settings.concurrency)
     infra_in_a_row = num_failed = num_right = num_scored = 0
@@ -100,7 +102,7 @@ def _collect_finished(crew: "_Crew", missing: list[tuple[int, int]], file: Episo
         if infra_in_a_row >= patience or nothing_works:
             raise InfraError(
                 f"{num_failed if nothing_works else infra_in_a_row} episodes in a row failed; last: {record.failure}, "
-                f"{record.error}. What is finished is kept: run again to go on"
+                f"{record.error}. Finished episodes are kept: run again to continue"
             )
 
 
@@ -128,7 +130,7 @@ class _Player:
         return reply.text
 
 
-class _Crew:
+class _EpisodeThreads:
     """Threads that play episodes. They are daemons: one that hangs does not keep the process from ending."""
 
     def __init__(self, settings: EvalSettings, make_env: Callable[..., Env], tasks: list[Example]) -> None:
@@ -153,7 +155,7 @@ class _Crew:
             cancelled=self.cancelled,
         )
 
-    def __enter__(self) -> "_Crew":
+    def __enter__(self) -> "_EpisodeThreads":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -181,7 +183,7 @@ class _Crew:
         try:
             self.endpoint.check()
         except InfraError as dead:
-            raise Error(f"no answer from --base-url: {dead}") from dead
+            raise Error(f"no response from --base-url: {dead}") from dead
         for key in keys:
             self._waiting.put(key)
         for _ in range(min(self.settings.concurrency, len(keys))):

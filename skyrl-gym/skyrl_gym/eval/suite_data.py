@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_gym.datasets.function_calls import ANSWERS_FOLDER, answers_beside
+from skyrl_gym.datasets.function_calls import ANSWERS_FOLDER, load_accepted_calls
 from skyrl_gym.datasets.hub import load_hub
 from skyrl_gym.datasets.problems import Problem, Row
 from skyrl_gym.error import Error, TaskError
@@ -22,7 +22,7 @@ EVALUATION_SPLITS = {"test", "dev", "valid", "validation"}
 
 
 @dataclass(frozen=True)
-class GivenData:
+class DataOptions:
     """The values of `--data`.
 
     Attributes:
@@ -34,7 +34,7 @@ class GivenData:
     paths: Sequence[Path]
 
     @classmethod
-    def parse(cls, values: Iterable[str]) -> "GivenData":
+    def parse(cls, values: Iterable[str]) -> "DataOptions":
         """Raises Error if a value names no suite and is no path."""
         by_suite: dict[str, str] = {}
         paths = []
@@ -45,9 +45,9 @@ class GivenData:
             elif Path(value).expanduser().exists():
                 paths.append(Path(value).expanduser())
             elif equals:
-                raise Error(f"--data {value}: there is no suite {name!r}; {did_you_mean(name, [*SUITES, *GROUPS])}")
+                raise Error(f"--data {value}: no suite {name!r}; {did_you_mean(name, [*SUITES, *GROUPS])}")
             else:
-                raise Error(f"--data {value}: there is no such file or folder")
+                raise Error(f"--data {value}: no such file or folder")
         return cls(by_suite, paths)
 
     def source_of(self, name: str, env_config: Mapping[str, object]) -> str:
@@ -73,8 +73,8 @@ class GivenData:
             return HUB + suite.hub
         below = f", {suite.file_below_databases} is not below db_path" if suite.file_below_databases else ""
         raise Error(
-            f"there is no file for suite {name}: no file under --data has its name{below}, and it is not on the hub; "
-            f"give --data {name}=FILE"
+            f"no file for suite {name}: no file under --data has its name{below}, and it is not on the hub; set "
+            f"--data {name}=FILE"
         )
 
 
@@ -146,7 +146,7 @@ def tasks_of(name: str, suite: Suite, source: str, env_config: Mapping[str, obje
         if row is not None:
             rows.append(row)
     if not rows:
-        raise Error(f"suite {name}: {source} has no problem that can be played")
+        raise Error(f"suite {name}: {source} has no usable problem")
     return SuiteTasks(rows, len(problems) - len(rows), source)
 
 
@@ -155,8 +155,8 @@ def _read_problems(source: str) -> list[Problem]:
         return _load_hub_problems(source.removeprefix(HUB))
     path = Path(source).expanduser()
     if not path.is_file():
-        raise FileNotFoundError(f"--data: there is no file {path}")
-    answers = answers_beside(path)
+        raise FileNotFoundError(f"--data: no such file {path}")
+    answers = load_accepted_calls(path)
     problems = []
     for number, row in enumerate(read_rows(path)):
         if not isinstance(row, dict):

@@ -18,7 +18,7 @@ from skyrl_gym.eval.records import group_successes_by_task, read_records
 from skyrl_gym.eval.runner import evaluate
 from skyrl_gym.eval.settings import EvalSettings, SettingsError
 from skyrl_gym.eval.statistics import Estimate, estimate, mean_of_sets, pass_at_k
-from skyrl_gym.eval.suite_data import GivenData, tasks_of
+from skyrl_gym.eval.suite_data import DataOptions, tasks_of
 from skyrl_gym.eval.suites import GROUPS, Suite, get_suites
 from skyrl_gym.eval.summary import Summary
 from skyrl_gym.suggestions import did_you_mean
@@ -68,7 +68,7 @@ def plan_suites(
         str(configs[name].get("search_url", DEFAULT_SEARCH_URL)) for name in suites if suites[name].needs_retrieval
     }:
         _check_retrieval(url)
-    given_data = GivenData.parse(data)
+    given_data = DataOptions.parse(data)
     return [
         _plan_suite(name, suite, given_data, output / name, options, configs[name]) for name, suite in suites.items()
     ]
@@ -98,27 +98,27 @@ def _check_databases(name: str, suite: Suite, env_config: Mapping[str, object]) 
         return
     example = """--env-config '{"db_path": "DIR"}'"""
     if "db_path" not in env_config:
-        raise SettingsError(f"suite {name} needs the folder of its databases: {example}")
+        raise SettingsError(f"suite {name} needs its database folder: {example}")
     folder = Path(str(env_config["db_path"])) / DATABASE_FOLDERS[suite.databases]
     if not folder.is_dir():
-        raise SettingsError(f"suite {name}: there is no folder of databases {folder}; give the folder above: {example}")
+        raise SettingsError(f"suite {name}: no database folder {folder}; set its parent folder: {example}")
 
 
 def _check_retrieval(url: str) -> None:
     """Ask the retrieval server once. Raises InfraError if it does not answer as one."""
-    fix = """start it (`python -m skyrl_gym.tools.retrieval`), or name it by --env-config '{"search_url": "URL"}'"""
+    fix = """start it (`python -m skyrl_gym.tools.retrieval`), or set it with --env-config '{"search_url": "URL"}'"""
     try:
         _, error = call_search_api(url, "probe", topk=1, timeout=PROBE_SECONDS, log_requests=False, max_retries=1)
     except InfraError as failure:
-        raise InfraError(f"the retrieval server at {url} does not answer: {failure}; {fix}") from failure
+        raise InfraError(f"the retrieval server at {url} does not respond: {failure}; {fix}") from failure
     if error is not None:
-        raise InfraError(f"the server at {url} is no retrieval server: {error}; {fix}")
+        raise InfraError(f"the server at {url} is not a retrieval server: {error}; {fix}")
 
 
 def _plan_suite(
     name: str,
     suite: Suite,
-    data: GivenData,
+    data: DataOptions,
     folder: Path,
     options: Mapping[str, object],
     env_config: Mapping[str, object],
@@ -151,7 +151,7 @@ def _write_tasks(path: Path, text: str, source: str) -> None:
     """Write the rows. Raises Error if there are others already, which episodes may have been played on."""
     if path.exists():
         if path.read_text() != text:
-            raise Error(f"{path} holds other tasks than those of {source}: give another --output")
+            raise Error(f"{path} contains other tasks than {source}: set another --output")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

@@ -1,6 +1,6 @@
 """Table of benchmark suites: published sets, the environment that plays them, and how models are asked.
 
-Knows no files and no network: `suite_data` finds the tasks, `suite_runs` plays them.
+Independent of files and the network: `suite_data` finds the tasks, `suite_runs` plays them.
 """
 
 import functools
@@ -34,7 +34,7 @@ class Suite:
     data_source: str | None = None
     """Value of the column `data_source` of its rows, where a file holds several sets."""
     databases: str | None = None
-    """Family of its databases, a key of `DATABASE_FOLDERS`: their folder lies below the setting `db_path`."""
+    """Family of its databases, a key of `DATABASE_FOLDERS`: their folder is below the setting `db_path`."""
     file_below_databases: str | None = None
     """Path of the published file below `db_path`."""
     needs_retrieval: bool = False
@@ -44,7 +44,7 @@ class Suite:
     num_samples: int = 1
     """Answers to each task."""
     k: int = 1
-    """The k of pass@k, beside the mean over all samples."""
+    """The k of pass@k, reported in addition to the mean over all samples."""
     temperature: float = 0.0
     top_p: float = 1.0
     max_tokens: int = 2048
@@ -211,8 +211,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """Names that stand for several suites, whose mean is reported besides."""
 
 ELSEWHERE = {
-    "swe_bench": "SWE-bench is played by an agent that works in containers: `python -m skyrl_agent.evaluate "
-    "examples/agent/swe/swe_bench.yaml ROWS` with rows made by examples/agent/data/swe_data.py (docs/agents.md)",
+    "swe_bench": "SWE-bench needs an agent that works in containers: `python -m skyrl_agent.evaluate "
+    "examples/agent/swe/swe_bench.yaml ROWS` with rows created by examples/agent/data/swe_data.py "
+    "(docs/agents.md)",
 }
 """Sets that this command does not play, and what does."""
 
@@ -228,7 +229,7 @@ def get_suites(names: Sequence[str]) -> dict[str, Suite]:
         if name in ELSEWHERE:
             raise Error(f"--suite {name}: {ELSEWHERE[name]}")
         if name not in SUITES and name not in GROUPS:
-            raise Error(f"--suite {name}: there is no such suite; {did_you_mean(name, [*SUITES, *GROUPS, *ELSEWHERE])}")
+            raise Error(f"--suite {name}: no such suite; {did_you_mean(name, [*SUITES, *GROUPS, *ELSEWHERE])}")
         chosen |= {each: SUITES[each] for each in GROUPS.get(name, (name,))}
     return chosen
 

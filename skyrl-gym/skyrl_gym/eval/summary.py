@@ -115,7 +115,7 @@ def table(summary: Summary) -> str:
     }
     lines += [f"  {name:<20}{value:.4g}" for name, value in means.items()]
     if summary.failures:
-        lines.append("failed, and counted in none of the above (run again to retry):")
+        lines.append("failed and not counted above (run again to retry):")
         lines += [f"  {kind:<20}{count}, e.g. {summary.errors[kind][:200]}" for kind, count in summary.failures.items()]
     return "\n".join(lines)
 

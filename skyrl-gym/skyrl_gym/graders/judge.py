@@ -17,7 +17,7 @@ from skyrl_gym.error import InfraError
 from skyrl_gym.graders.results import Grade, Score
 from skyrl_gym.services import Retries, Service
 
-__all__ = ["DEFAULT_PROMPT", "Judge", "JudgeSettings", "fence", "parse_final_score"]
+__all__ = ["DEFAULT_PROMPT", "Judge", "JudgeSettings", "delimit", "parse_final_score"]
 
 PUBLIC_BASE_URL = "https://api.openai.com/v1"
 
@@ -83,7 +83,7 @@ class Judge:
         self.settings = settings
         self.template = settings.prompt_template or DEFAULT_PROMPT
         if "{answer}" not in self.template:
-            raise ValueError("prompt_template must contain {answer}, or the judge sees nothing to judge")
+            raise ValueError("prompt_template must contain {answer}; without it the judge does not see the answer")
         if settings.timeout <= 0 or settings.max_retries < 0:
             raise ValueError(
                 f"timeout must be positive and max_retries not negative; got {settings.timeout}, {settings.max_retries}"
@@ -91,8 +91,8 @@ class Judge:
         key = os.environ.get(settings.api_key_env, "")
         if not key and not settings.base_url:
             raise ValueError(
-                f"the judge {settings.model} needs a key in the environment variable {settings.api_key_env}, "
-                f"or another server in base_url"
+                f"the judge {settings.model} needs a key in the environment variable {settings.api_key_env}, or "
+                "base_url of another server"
             )
         service = Service(
             settings.base_url or PUBLIC_BASE_URL,
@@ -106,7 +106,7 @@ class Judge:
     def grade(self, question: str, reference: str, answer: str) -> Grade:
         """Return the judge's score, from 0 to 1, with its reply in `details["reply"]`; InfraError if none can be had.
 
-        A reply without a score is asked for once more; it is never taken for 0.
+        A reply without a score is requested once more; it never counts as 0.
         """
         if not answer.strip():
             return Score(0.0, details={"reply": "", "reason": "the answer is empty, so the judge was not asked"})
@@ -119,17 +119,19 @@ class Judge:
                 return failure
             except ModelError as failure:
                 if failure.status != 200:
-                    return InfraError(f"the judge at {self.url} refused: {failure}")
+                    return InfraError(f"the judge at {self.url} rejected the request: {failure}")
                 reply = str(failure)
             else:
                 score = parse_final_score(reply)
                 if score is not None:
                     return Score(score, details={"reply": reply})
-        return InfraError(f"the judge {self.settings.model} gave no '### Final Score: ' twice; last: {reply!r:.300}")
+        return InfraError(
+            f"the judge {self.settings.model} returned no '### Final Score: ' twice; last reply: {reply!r:.300}"
+        )
 
     def prompt(self, question: str, reference: str, answer: str) -> str:
         """Fill in the judge's prompt. Inserted texts are not themselves searched for names to fill in."""
-        values = {"question": question, "reference": reference, "answer": fence(answer[-MAX_ANSWER_CHARACTERS:])}
+        values = {"question": question, "reference": reference, "answer": delimit(answer[-MAX_ANSWER_CHARACTERS:])}
         return re.sub(r"\{(question|reference|answer)\}", lambda name: values[name[1]], self.template)
 
     def close(self) -> None:
@@ -143,7 +145,7 @@ class Judge:
         self.close()
 
 
-def fence(text: str) -> str:
+def delimit(text: str) -> str:
     """Return a text between two marks that it cannot contain: they bear a hash of it."""
     name = f"student-{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:16]}"
     return f"<{name}>\n{text}\n</{name}>"

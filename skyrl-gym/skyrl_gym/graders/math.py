@@ -94,12 +94,12 @@ def grade_equivalence(answer: str, gold: str, *, question: str = "", pool: Equiv
         return Score(1.0, readable)
     if (bare := _strip_parentheses(answer, gold)) is not None:
         return grade_equivalence(bare, gold, question=question, pool=pool)
-    if _is_words(gold):
+    if _is_text(gold):
         return Score(float(_normalize_letters(answer) == _normalize_letters(gold)), readable)
     grade = _compare(answer, gold, question, pool)
-    if not _is_right(grade) and (other_reading := _convert_percent(answer, gold)):
+    if not _is_correct(grade) and (other_reading := _convert_percent(answer, gold)):
         by_value = _compare(*other_reading, question, pool)
-        grade = by_value if _is_right(by_value) else grade
+        grade = by_value if _is_correct(by_value) else grade
     return Score(grade.value, readable) if isinstance(grade, Score) else grade
 
 
@@ -115,7 +115,7 @@ def _compare(answer: str, gold: str, question: str, pool: EquivalencePool | None
     return (pool or default_pool()).compare(candidate, expected)
 
 
-def _is_right(grade: Grade) -> bool:
+def _is_correct(grade: Grade) -> bool:
     return isinstance(grade, Score) and grade.value == 1.0
 
 
@@ -158,7 +158,7 @@ def _strip_parentheses(answer: str, gold: str) -> str | None:
     return None
 
 
-def _is_words(gold: str) -> bool:
+def _is_text(gold: str) -> bool:
     """Not for algebra, which would take "east" for a product of e, a, s and t."""
     return _WORD_GOLD.fullmatch(clean(gold)) is not None
 

@@ -39,7 +39,7 @@ class EquivalencePool:
     """Pool of at most `num_processes` processes that compare answers, started on first use.
 
     For any number of threads: who finds all processes busy waits. Closed at the interpreter's exit if not before; the
-    processes also end by themselves when this one is gone.
+        processes also exit when this one has exited.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EquivalencePool:
             # A slot holds a started process, or None where one is to be started: starting takes a second.
             process = self._turns.get(timeout=QUEUE_SECONDS)
         except queue.Empty:
-            raise InfraError(f"no process to compare answers in became free within {QUEUE_SECONDS:g} s") from None
+            raise InfraError(f"no process for comparing answers became free within {QUEUE_SECONDS:g} s") from None
         try:
             if process is None:
                 process = self._start()
@@ -91,7 +91,7 @@ class EquivalencePool:
             process = self._end(process)
             raise
         finally:
-            # Whatever happened, the slot goes back: else threads would wait for it for ever.
+            # Release the slot in every case: otherwise threads would wait for it forever.
             self._turns.put(process)
 
     def _start(self) -> "_Process":
@@ -153,17 +153,17 @@ class _Process:
                 stderr=self._stderr,
                 bufsize=0,
                 env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is for whoever started us
+                start_new_session=True,  # Ctrl-C is handled by the parent process
             )
         except OSError as failure:
             self._stderr.close()
-            raise InfraError(f"a process to compare answers in cannot start: {failure}") from failure
+            raise InfraError(f"a process for comparing answers cannot start: {failure}") from failure
 
     def wait_until_ready(self) -> None:
         try:
             self._read(START_SECONDS)
         except _Crash as crash:
-            raise InfraError(f"a process to compare answers in cannot start: {crash}") from crash
+            raise InfraError(f"a process for comparing answers cannot start: {crash}") from crash
 
     def ask(self, request: dict[str, object], seconds: float) -> dict[str, bool]:
         """Raises _OutOfTime, _Crash, InfraError; the process is of no more use then."""
@@ -184,9 +184,7 @@ class _Process:
         line = b""
         while not line.endswith(b"\n"):
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise InfraError(
-                    f"a process that compares answers got too little CPU time to say anything in {seconds} s"
-                )
+                raise InfraError(f"a process that compares answers got too little CPU time to respond in {seconds} s")
             chunk = os.read(descriptor, 4096)  # unbuffered: `poll` does not see what a buffer holds
             if not chunk:
                 raise self._ended()
@@ -198,7 +196,7 @@ class _Process:
         try:
             status = self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
-            return InfraError("a process that compares answers has closed its output and lives on")
+            return InfraError("a process for comparing answers closed its output but is still running")
         if status == -signal.SIGXCPU:
             return _OutOfTime()
         self._stderr.seek(0)
@@ -206,7 +204,7 @@ class _Process:
         text = f"exit status {status}{': ' if tail else ''}{tail}"
         if status > 0 or -status in _CRASHES:
             return _Crash(text)
-        return InfraError(f"a process that compares answers was ended from outside: {text}")
+        return InfraError(f"a process for comparing answers was killed from outside: {text}")
 
     def kill(self) -> None:
         """End it. For any thread: one that waits for a reply sees the end of the output."""

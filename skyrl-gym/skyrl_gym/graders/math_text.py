@@ -1,4 +1,6 @@
-r"""Mathematical answers as text: finding them in a response, and writing them in one way. Knows no equivalence."""
+r"""Mathematical answers as text: finding them in a response, and writing them in one way. Independent of equivalence
+checks.
+"""
 
 import re
 from decimal import Decimal

@@ -114,7 +114,7 @@ def _are_close_numbers(expected: Any, found: Any) -> bool:
 
 
 def _set_limit(kind: int, value: int) -> None:
-    """Set what may be used from now on; a platform that knows no such limit goes without."""
+    """Set what may be used from now on; a platform without such a limit does not enforce it."""
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
 

@@ -79,7 +79,7 @@ def compute_score(
 
     `ground_truth` holds the accepted answers, bare or under `target`. `method` is not read; datasets pass it.
     """
-    return _worth(exact_match(extract_solution(solution_str), _targets(ground_truth)), format_score, score)
+    return _convert_to_score(exact_match(extract_solution(solution_str), _targets(ground_truth)), format_score, score)
 
 
 def compute_score_subem(
@@ -90,14 +90,16 @@ def compute_score_subem(
     score: float = 1.0,
 ) -> float:
     """Score as `compute_score` does, but an accepted answer anywhere in the last answer is enough."""
-    return _worth(substring_match(extract_solution(solution_str), _targets(ground_truth)), format_score, score)
+    return _convert_to_score(
+        substring_match(extract_solution(solution_str), _targets(ground_truth)), format_score, score
+    )
 
 
 def as_list(golden_answers: Golds) -> list[str]:
     """Convert accepted answers (a text, a list or an array) to a list."""
     answers = [golden_answers] if isinstance(golden_answers, str) else [str(gold) for gold in golden_answers]
     if not answers:
-        raise ValueError("golden_answers must hold at least one answer; it is empty")
+        raise ValueError("golden_answers must contain at least one answer; it is empty")
     return answers
 
 
@@ -138,7 +140,7 @@ def _targets(ground_truth: Mapping[str, Golds] | Golds) -> Golds:
     return ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth
 
 
-def _worth(grade: Grade, format_score: float, score: float) -> float:
+def _convert_to_score(grade: Grade, format_score: float, score: float) -> float:
     if isinstance(grade, Invalid):
         return 0.0
     return score if reward_of(grade) == 1.0 else format_score

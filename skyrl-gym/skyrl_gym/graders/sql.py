@@ -114,7 +114,7 @@ def _read_gold_rows(gold: str, db_file: str, limits: QueryLimits) -> list[Row]:
             for row in results:
                 rows.append(row)
                 if len(rows) > MAX_GOLD_ROWS:
-                    raise QueryError(f"it gives more than {MAX_GOLD_ROWS} rows")
+                    raise QueryError(f"it returns more than {MAX_GOLD_ROWS} rows")
     except QueryTimeout as failure:
         raise InfraError(f"the gold query {gold!r:.500} on {db_file}: {failure}") from failure
     except QueryError as failure:

@@ -9,11 +9,11 @@ from skyrl_gym.sandbox.sqlite import QueryTimeout, Row
 
 
 def compare_sets(rows: Iterable[Row], gold_rows: Sequence[Row]) -> Score:
-    """Compare without regard to the order of rows and to how often each comes."""
+    """Compare ignoring the order of rows and their multiplicity."""
     gold, found = set(gold_rows), set()
     for row in rows:
         if row not in gold:
-            return _wrong(f"a row that the gold query does not give: {row!r:.200}")
+            return _build_wrong_score(f"a row that the gold query does not give: {row!r:.200}")
         found.add(row)
     return _score(len(found), len(gold))
 
@@ -23,7 +23,7 @@ def compare_lists(rows: Iterable[Row], gold: Sequence[Row]) -> Score:
     num_rows = 0
     for row in rows:
         if num_rows >= len(gold) or row != gold[num_rows]:
-            return _wrong(f"row {num_rows + 1} is not the gold query's: {row!r:.200}")
+            return _build_wrong_score(f"row {num_rows + 1} is not the gold query's: {row!r:.200}")
         num_rows += 1
     return _score(num_rows, len(gold))
 
@@ -42,7 +42,7 @@ def compare_bags(rows: Iterable[Row], gold: Sequence[Row], *, ordered: bool, sec
     for row in rows:
         bag = hash(_count_common(row))
         if missing[bag] == 0:
-            return _wrong(f"a row that the gold query does not give, or not so often: {row!r:.200}")
+            return _build_wrong_score(f"a row that the gold query does not give, or not so often: {row!r:.200}")
         missing[bag] -= 1
         found.append(row)
     if len(found) < len(gold):
@@ -52,7 +52,11 @@ def compare_bags(rows: Iterable[Row], gold: Sequence[Row], *, ordered: bool, sec
         same = Counter(columns) == Counter(gold_columns)
     else:
         same = _is_same_bag_of_rows(columns, gold_columns, time.monotonic() + seconds)
-    return _score(len(found), len(gold)) if same else _wrong("the gold query's rows in another order, or mixed")
+    return (
+        _score(len(found), len(gold))
+        if same
+        else _build_wrong_score("the gold query's rows in another order, or mixed")
+    )
 
 
 def _is_same_bag_of_rows(columns: list[Row], gold: list[Row], deadline: float) -> bool:
@@ -101,9 +105,9 @@ def _score(found: int, wanted: int) -> Score:
     return (
         Score(1.0, details={"rows": wanted})
         if found == wanted
-        else _wrong(f"{found} of the gold query's {wanted} rows")
+        else _build_wrong_score(f"{found} of the gold query's {wanted} rows")
     )
 
 
-def _wrong(reason: str) -> Score:
+def _build_wrong_score(reason: str) -> Score:
     return Score(0.0, details={"reason": reason})

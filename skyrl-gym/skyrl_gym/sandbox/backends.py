@@ -50,7 +50,7 @@ def make_sandbox(
     if kind == "auto":
         kind = os.environ.get(KIND_VARIABLE, "auto")  # pyright: ignore[reportAssignmentType]
     if kind not in get_args(Kind):
-        raise ValueError(f"a sandbox is one of {', '.join(get_args(Kind))}; got {kind!r}")
+        raise ValueError(f"the sandbox must be one of {', '.join(get_args(Kind))}; got {kind!r}")
     if image is not None and kind not in ("docker", "podman"):
         raise ValueError(f"image={image!r} needs the sandbox 'docker' or 'podman'; got {kind!r}")
     make = partial(_make, limits=limits, visible=visible, image=image, pull=pull)
@@ -66,8 +66,8 @@ def make_sandbox(
     raise InfraError(
         "no sandbox for untrusted code works on this machine: "
         + "; ".join(f"{kind}: {error}" for kind, error in errors.items())
-        + ". Install bubblewrap (apt-get install bubblewrap), start Docker or install Podman, or, for code that you "
-        f"trust only, choose the one without isolation: {KIND_VARIABLE}=process"
+        + ". Install bubblewrap (apt-get install bubblewrap), start Docker or install Podman, or, only for trusted "
+        f"code, disable isolation: {KIND_VARIABLE}=process"
     )
 
 

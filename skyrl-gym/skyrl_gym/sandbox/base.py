@@ -1,4 +1,4 @@
-"""Interface of sandboxes for untrusted code, and the limits that hold in them. Knows no backend."""
+"""Interface of sandboxes for untrusted code, and the limits that hold in them. Independent of backends."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

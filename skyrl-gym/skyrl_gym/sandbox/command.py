@@ -1,4 +1,5 @@
-"""One running command of a sandbox on this machine: its pipes, its limits, its end. Knows no kind of isolation.
+"""One running command of a sandbox on this machine: its pipes, its limits, its end. Independent of the kind of
+isolation.
 
 What contains the command, and how all of it is ended and measured, is a `Containment`.
 """
@@ -78,7 +79,7 @@ class Launch:
 
 
 class Command:
-    """A started command. Ended by itself, by a limit or by `kill`; then all of it is gone and has been waited for."""
+    """A started command. Exited, hit a limit or was killed; all of its processes have exited and were reaped."""
 
     def __init__(self, launch: Launch, limits: Limits, *, stderr_to_file: bool = False):
         self.limits = limits

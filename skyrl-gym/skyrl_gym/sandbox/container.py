@@ -44,8 +44,9 @@ trap '' HUP INT QUIT USR1 USR2 PIPE ALRM TERM
 end=$(($(date +%s) + 86400))
 while now=$(date +%s); [ -z "$now" ] || [ "$now" -lt $end ]; do sleep 600; done
 """
-"""Process 1: waits, deaf to the commands beside it, and ends a container that nobody closed after a day. What it runs
-may be killed at any moment, with the processes that a command left: no output says nothing."""
+"""Process 1: waits, ignores signals of the commands in the container, and ends a container that was not closed after a
+day. What it runs may be killed at any moment, with the processes that a command left: no output says nothing.
+"""
 SPARE_PROCESSES = 16
 BEGIN = """
 import ctypes, os, platform, sys

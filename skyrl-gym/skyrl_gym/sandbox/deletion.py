@@ -112,7 +112,7 @@ def _set_owner_access(name: str, parent: int, mode: int) -> None:
         os.close(closed)
 
 
-class LeftFolders:
+class FolderDeletionQueue:
     """Queue of folders with slow deletion, and the thread that deletes them in order."""
 
     def __init__(self, max_left: int = MAX_LEFT):
@@ -128,8 +128,8 @@ class LeftFolders:
         except queue.Full:
             os.close(lock)
             raise InfraError(
-                f"{self._folders.maxsize} folders of sandboxes wait to be deleted, {root} is left as it is: programs "
-                "write many files, or the disk is slow"
+                f"{self._folders.maxsize} folders of sandboxes are waiting to be deleted, {root} is not deleted: "
+                "programs write many files, or the disk is slow"
             ) from None
 
     def _start(self) -> None:
@@ -141,7 +141,7 @@ class LeftFolders:
                     self._thread.start()
 
     def wait(self) -> None:
-        """Wait until all are gone."""
+        """Wait until all folders are deleted."""
         self._folders.join()
 
     def _run(self) -> None:
@@ -156,13 +156,13 @@ class LeftFolders:
                 self._folders.task_done()
 
 
-left_folders = LeftFolders()
+left_folders = FolderDeletionQueue()
 
 
 def _after_fork() -> None:
     """Reset the state in a forked process, which has no threads; the parent deletes its folders."""
     global left_folders
-    left_folders = LeftFolders()
+    left_folders = FolderDeletionQueue()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -58,8 +58,8 @@ def check_variables(env: Mapping[str, str]) -> None:
     for name, value in env.items():
         if NAME.fullmatch(name) is None:
             raise ValueError(
-                f"the environment variable {name!r} needs a name of letters, digits and underscores, no digit first: "
-                "the shell that starts a command can pass on no other"
+                f"the environment variable {name!r} must have a name of letters, digits and underscores that does not "
+                "start with a digit: the shell that starts commands cannot pass on others"
             )
         if "\0" in value:
             raise ValueError(f"the environment variable {name} has a zero byte")

@@ -43,7 +43,7 @@ class HostSandbox(Generic[FilesType]):
             try:
                 self._workspace = self._make_workspace()
             except OSError as error:
-                raise InfraError(f"no folder for a sandbox: {error}") from error
+                raise InfraError(f"cannot create a sandbox folder: {error}") from error
             self._finalizer = weakref.finalize(self, _clean, self._running, self._workspace, os.getpid())
 
     def exec(

@@ -44,7 +44,7 @@ INIT = 'exec 3>&2 2>/dev/null; echo 1000 >/proc/self/oom_score_adj; cd /workspac
 USER = 1000
 """User id of commands, where it can be chosen."""
 FREE_USERS = range(0x70000000, 0x7F000000)
-"""User ids that nobody hands out (https://systemd.io/UIDS-GIDS/)."""
+"""User ids that are not assigned to users (https://systemd.io/UIDS-GIDS/)."""
 FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')
 EXIT_CODE = re.compile(rb'"exit-code": (\d+)')
 PASSWD = b"sandbox:x:%d:%d::/workspace:/bin/sh\n"
@@ -255,7 +255,7 @@ def _get_python_arguments() -> list[str]:
         if _below(prefix, SYSTEM_FOLDERS):
             continue
         if prefix == "/" or _below(os.path.expanduser("~"), [prefix]):
-            raise InfraError(f"Python is installed in {prefix}, which a sandbox cannot show without your home folder")
+            raise InfraError(f"Python is installed in {prefix}, which a sandbox cannot expose without your home folder")
         argv += _make_bind_arguments(prefix, prefix)
     return argv
 

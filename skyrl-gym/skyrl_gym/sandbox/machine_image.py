@@ -126,11 +126,13 @@ def ensure_machine_image(engine: EngineName, name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_gym.sandbox.machine_image",
-        description="Make a container image of this machine's own programs, where none can be pulled.",
+        description="Build a container image from this machine's programs, if none can be pulled.",
     )
     parser.add_argument("name", help="name of the image, such as localhost/machine")
-    parser.add_argument("--engine", choices=get_args(EngineName), help="the first that answers, unless given")
-    parser.add_argument("--programs", nargs="*", default=(), help="further programs, such as git")
+    parser.add_argument(
+        "--engine", choices=get_args(EngineName), help="container engine (default: the first available)"
+    )
+    parser.add_argument("--programs", nargs="*", default=(), help="additional programs, such as git")
     arguments = parser.parse_args()
     try:
         make_machine_image(arguments.engine or find_engine(), arguments.name, arguments.programs)

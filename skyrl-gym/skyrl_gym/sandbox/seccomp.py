@@ -71,7 +71,7 @@ NUMBER_OFFSET, ARCHITECTURE_OFFSET, FIRST_ARGUMENT_OFFSET, FOURTH_ARGUMENT_OFFSE
 def build_seccomp_filter(machine: str = platform.machine()) -> bytes:
     """Assemble the filter for a processor architecture. Raises InfraError if its system calls are unknown here."""
     if machine not in MACHINES:
-        raise InfraError(f"the sandbox knows the system calls of {', '.join(MACHINES)}, not of {machine}")
+        raise InfraError(f"the sandbox supports the system calls of {', '.join(MACHINES)}, not of {machine}")
     architecture, column, socket_number, clone_number, mmap_number = MACHINES[machine]
     program = [
         _encode_instruction(LOAD, ARCHITECTURE_OFFSET),

@@ -42,7 +42,7 @@ class ProcFolder:
         return all(sum(map(measure, processes)) > max_bytes for measure in (self._resident, self._proportional))
 
     def text(self, path: str) -> str:
-        """Return a file's text; empty once its process is gone."""
+        """Return a file's text; empty if its process has exited."""
         with (
             suppress(OSError),
             open(

@@ -35,7 +35,7 @@ class BackgroundLoop:
         """Return the result of a coroutine. After `timeout` seconds it is cancelled. Raises TimeoutError."""
         if threading.current_thread() is self._thread:
             work.close()  # else Python warns that it was never awaited, and hides the error below
-            raise RuntimeError("called from its own event loop, which would wait for itself: use await there")
+            raise RuntimeError("called from its own event loop, which would deadlock: use await instead")
         future = self.start(asyncio.wait_for(work, timeout))
         try:
             # `wait_for` cancels the coroutine at the deadline; the rest is for its clean-up.

@@ -76,7 +76,7 @@ class ToolGroup:
             marked = getattr(type(self), attribute)
             if isinstance(marked, tool):
                 if marked.name in self._marks:
-                    raise ValueError(f"two tools of {type(self).__name__} are called {marked.name!r}")
+                    raise ValueError(f"two tools of {type(self).__name__} have the name {marked.name!r}")
                 self._marks[marked.name] = marked
                 self._tool_registry[marked.name] = marked.__get__(self, type(self))
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PROBE_SECONDS = 5.0
 """Time that a server has to show that it is alive, after a call that it did not answer."""
 CLOSE_SECONDS = 15.0
-"""Time that a server has to end: it is asked, then sent a signal, then killed."""
+"""Time that a server has to exit: it gets a shutdown request, then a signal, then is killed."""
 MAX_PAGES = 100
 MAX_STDERR = 2000
 
@@ -78,7 +78,7 @@ class MCPToolGroup(ToolGroup):
         self._server = _ServerHandle(command, url, env, headers, start_timeout, max_restarts)
         try:
             self._tools = self._named(self._server.tools(), prefix)
-        except BaseException:  # a KeyboardInterrupt too: the server is a process that nobody else would end
+        except BaseException:  # a KeyboardInterrupt too: the server is a process that nothing else would end
             self._server.close()
             raise
         self._tool_registry = {tool: functools.partial(self._run, tool) for tool in self._tools}
@@ -90,7 +90,7 @@ class MCPToolGroup(ToolGroup):
             shown = _BAD_IN_NAME.sub("_", prefix + tool.name)
             if shown in tools:
                 raise ValueError(
-                    f"{self.name}: tools {tools[shown].name!r} and {tool.name!r} are both called {shown!r}"
+                    f"{self.name}: tools {tools[shown].name!r} and {tool.name!r} have the same name {shown!r}"
                 )
             tools[shown] = tool
         return tools
@@ -212,14 +212,14 @@ class _ServerHandle:
 
     def _living(self) -> "_Connection":
         if self._process != os.getpid():
-            raise InfraError(f"MCP server {self._label}: make the group in the process that uses it")
+            raise InfraError(f"MCP server {self._label}: create the group in the process that uses it")
         with self._lock:
             if self._closed:
                 raise InfraError(f"MCP server {self._label}: the group is closed")
             if self._connection is None:
                 # Deaths in a row: an answer sets the count back to 0.
                 if self._deaths > self._max_restarts:
-                    raise InfraError(f"MCP server {self._label} died {self._deaths} times in a row: not started again")
+                    raise InfraError(f"MCP server {self._label} crashed {self._deaths} times in a row: not restarted")
                 connection = self._connect(self._loop)
                 try:
                     connection.start(self._start_timeout)
@@ -330,7 +330,7 @@ class _Connection:
                 self._client = await stack.enter_async_context(Client(transport))
                 self._ready.set_result(None)
                 await self._end.wait()
-        except BaseException as failure:  # for whoever waits for the start; afterwards, calls find out by themselves
+        except BaseException as failure:  # for callers that wait for the start; later calls see the failure themselves
             if not self._ready.done():
                 self._ready.set_exception(failure if isinstance(failure, Exception) else InfraError("cancelled"))
         finally:

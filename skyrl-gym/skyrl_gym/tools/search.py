@@ -121,7 +121,7 @@ class SearchToolGroup(ToolGroup):
         log_requests: bool = True,
         retry_seconds: float = DEFAULT_RETRY_SECONDS,
     ) -> None:
-        """Raises ValueError if `search_url` is not an http address. No server is asked before the first search."""
+        """Raises ValueError if `search_url` is not an http address. No request is sent before the first search."""
         self.search_url = search_url
         self.topk = topk
         self.timeout = timeout

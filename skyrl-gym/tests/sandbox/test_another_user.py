@@ -29,24 +29,24 @@ def test_sandbox_tests_pass_for_unprivileged_user(tests):
     if os.geteuid() != 0:
         pytest.skip("we are not root: the other tests are this one")
     require_sandbox("local")
-    python = python_of_nobody()
+    python = unprivileged_python()
     here = Path(__file__).parent
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(here.parents[1]), "--import-mode=importlib"]
     files = [str(here / name) for name in ("test_conformance.py", "test_hostile.py", "test_many.py")]
-    ended = as_nobody([python, "-m", "pytest", *options, "-W", "error", "-k", " ".join(tests.split()), *files])
+    ended = run_as_nobody([python, "-m", "pytest", *options, "-W", "error", "-k", " ".join(tests.split()), *files])
     assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-2000:]
     assert " passed" in ended.stdout
     assert "skipped" not in ended.stdout.splitlines()[-1]
 
 
-def python_of_nobody() -> str:
+def unprivileged_python() -> str:
     for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
-        if shutil.which(python) and as_nobody([python, "-c", "import pytest, skyrl_gym"]).returncode == 0:
+        if shutil.which(python) and run_as_nobody([python, "-c", "import pytest, skyrl_gym"]).returncode == 0:
             return python
     pytest.skip("another user can run no Python of this version here, or not read this package")
 
 
-def as_nobody(command: list[str]) -> "subprocess.CompletedProcess[str]":
+def run_as_nobody(command: list[str]) -> "subprocess.CompletedProcess[str]":
     folders = [str(Path(skyrl_gym.__file__).parents[1]), str(Path(pytest.__file__).parents[1])]
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(folders), "HOME": "/nonexistent"}
     try:

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     server = uvicorn.Server(config)
     sockets = [config.bind_socket()]
-    sockets[0].listen()  # before the address is printed: whoever reads it may connect at once
+    sockets[0].listen()  # before the address is printed: a client may connect immediately
     port = sockets[0].getsockname()[1]
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"dashboard of {folder.path}: http://{host}:{port}/", flush=True)
@@ -59,24 +59,26 @@ def main(arguments: list[str] | None = None) -> int:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_train.dashboard",
-        description="Serves pages about runs, from the files of their folders alone. It writes nothing.",
+        description="Serve web pages about runs from the files in their folders. Read-only.",
     )
     parser.add_argument(
         "runs_dir",
         type=Path,
-        help="the folder that holds run folders, a run folder, or trajectories.jsonl of skyrl-agent",
+        help="a folder of run folders, a run folder, or trajectories.jsonl of skyrl-agent",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8265, help="port, 0 for a free one (default: %(default)s)")
     parser.add_argument(
         "--token-file",
         type=Path,
-        help="file with a secret that a browser gives once, as /?token=SECRET; needed unless --host is loopback",
+        help="file with a secret that a browser sends once, as /?token=SECRET; required unless --host is loopback",
     )
-    parser.add_argument("--terminal", action="store_true", help="show the run RUNS_DIR in this terminal, and no pages")
+    parser.add_argument(
+        "--terminal", action="store_true", help="show the run RUNS_DIR in this terminal instead of serving pages"
+    )
     parser.add_argument(
         "--import", dest="files", action="append", default=[], type=Path, metavar="FILE",
-        help="Python file to run first, which registers environments that show their trajectories; may be given again",
+        help="Python file to run first, which registers environments that render their trajectories; repeatable",
     )  # fmt: skip
     parser.add_argument("--open", action="store_true", help="show the list of runs in the browser")
     return parser
@@ -91,7 +93,7 @@ def read_token(host: str, path: Path | None) -> str | None:
     if path is not None:
         token = path.read_text(encoding="utf-8").strip()
         if len(token) < MIN_TOKEN:
-            raise ConfigError(f"--token-file {path} holds {len(token)} characters; give at least {MIN_TOKEN}")
+            raise ConfigError(f"--token-file {path} holds {len(token)} characters, but needs at least {MIN_TOKEN}")
         return token
     if host != "localhost" and not _is_loopback(host):
         example = "openssl rand -hex 24 > token"

@@ -51,7 +51,7 @@ _CURVES_OF_THE_LIST = ("reward/avg_raw_reward", "eval/all/avg_score", "loss", "t
 _RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) +(.*)$")
 _STEP = re.compile(r"step (\d+)(?:/(\d+))?\b")
 _PLANNED = re.compile(r"^the run: (\d+) training steps", re.MULTILINE)
-_STOPPED = "told to stop"
+_STOPPED = ("stop requested", "told to stop")  # the latter in logs of earlier releases
 _FINISHED = "this run is finished"
 
 
@@ -109,7 +109,7 @@ class Catalog:
             NotBelowError: the run does not exist.
         """
         if not is_run(self._folder.entries(run)):
-            raise NotBelowError(f"{run} is no run folder")
+            raise NotBelowError(f"{run} is not a run folder")
         states = self.get_file_states(run)
         facts = self._facts.get((run, *states.values()), lambda: self._read(run, states))
         state, since = run_state(facts, time.time())
@@ -154,7 +154,9 @@ class Catalog:
         return {path: self._folder.state(join(run, path)) for path in paths}
 
     def _is_killed(self, run: str) -> bool:
-        """Return True if the record of the run's driver, which is deleted at its end, is of a process that is gone."""
+        """Return True if the record of the run's driver, which is deleted at its end, belongs to a process that has
+        exited.
+        """
         waits = join(run, "waits")
         with contextlib.suppress(NotBelowError, OSError, ValueError):
             for entry in self._folder.entries(waits):

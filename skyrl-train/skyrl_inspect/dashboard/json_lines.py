@@ -99,7 +99,7 @@ def sample_rows(file: BinaryIO, size: int, count: int, max_line: int = 1 << 20) 
             file.readline(max_line)  # the rest of a line that began before
         yield from _read_row_after(file, file.tell(), seen, max_line)
         seen = max(seen, file.tell())
-    # The last complete line lies before the last line feed.
+    # The last complete line ends at the last line feed.
     back = min(size, max_line)
     file.seek(size - back)
     tail = file.read(back)

@@ -49,7 +49,7 @@ class RunsFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path).expanduser().resolve()
         if not self.path.is_dir():
-            raise DataError(f"{self.path} is no folder: give the one that holds the run folders, or a run folder")
+            raise DataError(f"{self.path} is not a folder: pass a folder of run folders, or a run folder")
 
     @contextmanager
     def open(self, path: str) -> Iterator[BinaryIO]:
@@ -64,7 +64,7 @@ class RunsFolder:
             number = _open(name, os.O_RDONLY | os.O_NONBLOCK, parent, path)
         with open(number, "rb") as file:
             if not stat.S_ISREG(os.fstat(number).st_mode):
-                raise NotBelowError(f"{path} is no regular file")
+                raise NotBelowError(f"{path} is not a regular file")
             if not path.endswith(COMPRESSED):
                 yield file
                 return
@@ -128,7 +128,7 @@ def _split_path(path: str) -> list[str]:
         return []
     parts = path.split("/")
     if any(part in ("", ".", "..") or "\0" in part for part in parts):
-        raise NotBelowError(f"{path!r} is no path below the folder")
+        raise NotBelowError(f"{path!r} is not a path below the folder")
     return parts
 
 

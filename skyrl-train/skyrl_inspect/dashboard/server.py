@@ -30,7 +30,7 @@ from skyrl_inspect.dashboard.json_lines import parse
 from skyrl_inspect.dashboard.live import iter_change_events
 from skyrl_inspect.dashboard.renderers import FRAME_POLICY, render
 from skyrl_inspect.dashboard.runs_folder import NotBelowError, RunsFolder, join
-from skyrl_inspect.dashboard.signs import find_signs
+from skyrl_inspect.dashboard.signs import find_diagnostics
 from skyrl_inspect.dashboard.steps import StepTrajectories
 from skyrl_inspect.dashboard.time_line import Timelines, build_trace_events
 from skyrl_train.utils.run_folder import replace_non_finite
@@ -117,7 +117,7 @@ async def _compute_in_thread(answer: Callable[[Request], Response], request: Req
         return JSONResponse({"error": str(error)}, 404)
     except BadQueryError as error:
         return JSONResponse({"error": str(error)}, 400)
-    except OSError as error:  # the disk of the runs is away
+    except OSError as error:  # the disk of the runs is unavailable
         return JSONResponse({"error": f"{error.strerror}"}, 503)
 
 
@@ -209,7 +209,7 @@ class RunQueries:
         """Return one run with its stored trajectory steps and diagnostics."""
         run = _run(request)
         row, curves = self._catalog.get_row(run), self._curves.read_curves(run)
-        found = find_signs(lambda name: curves.curve(name)[1], curves.names)
+        found = find_diagnostics(lambda name: curves.curve(name)[1], curves.names)
         steps = list_trajectory_steps(self._folder, run)
         return _to_json({"now": time.time(), **row, "steps": steps, "signs": found})
 
@@ -227,7 +227,7 @@ class RunQueries:
         """Return the curves of some metrics, with the times of the steps."""
         names = request.query_params.getlist("name")
         if len(names) > MAX_NAMES:
-            raise BadQueryError(f"ask for at most {MAX_NAMES} curves at once; got {len(names)}")
+            raise BadQueryError(f"at most {MAX_NAMES} curves can be requested at once; got {len(names)}")
         found = self._curves.read_curves(_run(request))
         return _to_json({"time": found.curve(TIME), "curves": {name: found.curve(name) for name in names}})
 
@@ -282,7 +282,7 @@ class RunQueries:
             return _to_json({"hits": find_in_log(self._folder, path, query)})
         state = self._folder.state(path)
         if state is None:
-            raise NotBelowError(f"there is no {path}")
+            raise NotBelowError(f"{path} does not exist")
         start = max(0, state.size - LOG_WINDOW)
         if "offset" in request.query_params:
             start = min(start, max(0, _parse_number(request, "offset") - LOG_WINDOW // 4))
@@ -344,7 +344,7 @@ def _to_json(value: object) -> Response:
 def _run(request: Request) -> str:
     run = request.query_params.get("run")
     if run is None:
-        raise BadQueryError("name a run: ?run=NAME")
+        raise BadQueryError("specify a run: ?run=NAME")
     return run
 
 
@@ -355,5 +355,5 @@ def _step(request: Request) -> tuple[str, int]:
 def _parse_number(request: Request, name: str) -> int:
     text = request.query_params.get(name, "")
     if not (text.isascii() and text.isdigit() and len(text) <= 15):
-        raise BadQueryError(f"{name} must be a whole number, 0 or more; got {text[:40]!r}")
+        raise BadQueryError(f"{name} must be an integer of at least 0; got {text[:40]!r}")
     return int(text)

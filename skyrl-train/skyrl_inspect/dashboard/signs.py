@@ -15,7 +15,7 @@ MIN_STEPS = 12
 """Logged steps before which nothing is said."""
 
 
-def find_signs(read: Read, names: Iterable[str]) -> list[str]:
+def find_diagnostics(read: Read, names: Iterable[str]) -> list[str]:
     """Return a sentence for each sign, with the numbers that it is made from.
 
     Args:
@@ -45,8 +45,8 @@ def _check_evaluation_gap(read: Read) -> Iterator[str]:
     stays_low = recent - first < 0.1 * abs(first) and end - recent > 0.5 * abs(end)
     if has_fallen or stays_low:
         yield (
-            f"The training reward rose from {start:.3g} to {end:.3g}, but the evaluation went from {first:.3g} "
-            f"(best: {best:.3g}) to {fmean(scores[-2:]):.3g}: training rewards something else."
+            f"The training reward rose from {start:.3g} to {end:.3g}, but the evaluation went from {first:.3g} (best: "
+            f"{best:.3g}) to {fmean(scores[-2:]):.3g}: training optimizes something else than the evaluation measures."
         )
 
 
@@ -59,7 +59,8 @@ def _check_entropy_collapse(read: Read, solved: Sequence[float | None]) -> Itera
     if end < 0.1 * start and share > 0.75 and pass_rate < 0.9:
         yield (
             f"The entropy fell from {start:.3g} to {end:.3g} nats a token. In {share:.0%} of the groups all rewards "
-            f"are equal, and {1 - pass_rate:.0%} of the prompts have no rewarded answer: little is left to compare."
+            f"are equal, and {1 - pass_rate:.0%} of the prompts have no rewarded response: few groups give a training "
+            "signal."
         )
 
 
@@ -67,7 +68,7 @@ def _check_truncation(read: Read) -> Iterator[str]:
     """A fifth or more of the answers end at the length limit."""
     cut = read("generate/stop_reason/length")
     if _get_numbers(cut) and (share := _compute_ends(cut)[1]) >= 0.2:
-        yield f"{share:.0%} of the answers are cut off at the length limit."
+        yield f"{share:.0%} of the responses are truncated at the length limit."
 
 
 def _check_stale_weights(read: Read) -> Iterator[str]:
@@ -78,8 +79,8 @@ def _check_stale_weights(read: Read) -> Iterator[str]:
     age, share = _compute_ends(lag)[1], _compute_ends(sample_size)[1]
     if age > 0 and share < 0.9:
         yield (
-            f"Trained tokens are {age:.3g} weight versions old, and the policy has left the one that wrote them "
-            f"(effective sample size {share:.2g}, below 0.9)."
+            f"Trained tokens are {age:.3g} weight versions old, and the policy has diverged from the one that sampled "
+            f"them (effective sample size {share:.2g}, below 0.9)."
         )
 
 

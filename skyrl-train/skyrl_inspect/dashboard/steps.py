@@ -52,8 +52,9 @@ class StepTrajectories:
         return json.dumps(agent_files.to_row(record) | {"branches": agent_files.compute_branches(record)}).encode()
 
     def columns(self, run: str, step: int, number: int) -> JsonObject:
-        """Return what training knew of the tokens of a trajectory: `uid` and columns by name; empty if it was not
-        recorded (yet)."""
+        """Return the training data of a trajectory's tokens: `uid` and columns by name; empty if it was not recorded
+        (yet).
+        """
         path, state = self._find_file(join(run, "trajectories", get_token_columns_name(step)))
         if state is None:
             return {}
@@ -67,11 +68,11 @@ class StepTrajectories:
         with self._lock:
             offsets = self._scan(path, state)
             if not 0 <= number < len(offsets):
-                raise NotBelowError(f"{path} has {len(offsets)} complete lines; there is no line {number}")
+                raise NotBelowError(f"{path} has {len(offsets)} complete lines; no line {number}")
             offset, size = offsets.span(number)
         if size > MAX_LINE:
             raise NotBelowError(
-                f"line {number} of {path} has {size:,} bytes, more than the {MAX_LINE:,} that are shown"
+                f"line {number} of {path} has {size:,} bytes, more than the {MAX_LINE:,} that can be shown"
             )
         with self._folder.open(path) as file:
             file.seek(offset)
@@ -85,7 +86,7 @@ class StepTrajectories:
             path = join(run, agent_files.NAME)
             state = self._folder.state(path)
         if state is None:
-            raise NotBelowError(f"there is no {path}")
+            raise NotBelowError(f"{path} does not exist")
         return path, state
 
     def _find_file(self, path: str) -> tuple[str, FileState | None]:

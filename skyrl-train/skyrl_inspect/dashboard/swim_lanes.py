@@ -1,4 +1,4 @@
-"""Swim lanes of a step: slots of generation and phases of the processes over its time. Knows no HTML and no files."""
+"""Swim lanes of a step: generation slots and phases of the processes over its time. Independent of HTML and files."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -73,7 +73,7 @@ class RunReader:
         if not is_run(self._folder.entries(".")):
             names = find_runs(self._folder)
             below = f"; below it are {', '.join(names[:5])}" if names else ""
-            raise DataError(f"{self._folder.path} is no run folder: give that of trainer.run_dir{below}")
+            raise DataError(f"{self._folder.path} is not a run folder: pass the folder of trainer.run_dir{below}")
         self._catalog = Catalog(self._folder, Defaults())
         self._curves = Curves(self._folder)
         self._steps = StepTrajectories(self._folder)
@@ -116,7 +116,7 @@ def render(view: RunView, now: float, width: int = 100) -> RenderableType:
             _render_grid([_render_curve(title, values, width // columns - 4) for title, values in view.curves], columns)
         )
     else:
-        parts.append(Text("No step has ended yet.", style="dim"))
+        parts.append(Text("No step has finished yet.", style="dim"))
     if view.step is not None:
         parts.append(Rule(Text(f"step {view.step}: {view.num_samples} rows"), style="dim"))
         if view.failures:

@@ -50,7 +50,7 @@ class TimelineFile:
                     offset, size = self._offsets.span(number)
                     file.seek(offset)
                     row = parse(file.read(size)) if size <= MAX_LINE else None
-                    if row is not None and is_whole(row):
+                    if row is not None and is_complete(row):
                         self.steps.append(row["step"])
                         self._lines.append(number)
                 self._num_parsed = len(self._offsets)
@@ -63,7 +63,7 @@ class TimelineFile:
                 offset, size = self._offsets.span(number)
                 file.seek(offset)
                 row = parse(file.read(size))
-                if row is not None and is_whole(row):  # the file may have been replaced since
+                if row is not None and is_complete(row):  # the file may have been replaced since
                     found.append(row)
         return found
 
@@ -104,7 +104,7 @@ class Timelines:
         return path, file
 
 
-def is_whole(row: JsonObject) -> bool:
+def is_complete(row: JsonObject) -> bool:
     """Return True for a record that has all its fields; `step` is a whole number."""
     return all(name in row for name in _FIELDS) and isinstance(row["step"], int)
 

@@ -13,15 +13,14 @@ from skyrl_train.utils.io import write_atomically
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_train.diff",
-        description="Says what two runs do differently: settings, versions, data, the first number that is not the "
-        "same, and its likely causes.",
+        description="Compare two runs: settings, versions, data, the first number that differs, and its likely causes.",
         epilog="Exit status: 0 if every number that both record is equal, 1 if not, 2 if no step is recorded by both "
         "or a folder cannot be read.",
     )
-    parser.add_argument("a", type=Path, help="a run folder; the run may still be going on")
+    parser.add_argument("a", type=Path, help="a run folder; the run may still be in progress")
     parser.add_argument("b", type=Path, help="another one")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as a page, too")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of text")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the comparison as an HTML page")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     options = parser.parse_args(arguments)
     try:
         comparison = compare_runs(options.a, options.b)

@@ -1,4 +1,4 @@
-"""Likely causes of the first difference of two runs, ranked by what each can explain. Knows no files.
+"""Likely causes of the first difference of two runs, ranked by what each can explain. Independent of files.
 
 A cause must be able to change the part of the step in which the runs part (`effects`): what takes effect later explains
 nothing, what takes effect earlier would have shown there. The size of the gap and the kind of the difference (another
@@ -151,13 +151,13 @@ def _setting(change: ChangedItem, difference: Difference, evidence: Evidence) ->
     if has_no_effect(change.name):
         return 0, ""
     stage, effect = difference.stage, get_effect(change.name)
-    why = f"it takes part in {_COMPUTES[stage]}, where the runs part"
+    why = f"it affects {_COMPUTES[stage]}, where the runs diverge"
     if change.name.startswith("trainer.policy.model.path") and evidence.weights_before:
         return 0, ""  # two places of the same weights
     if stage in effect.stages:
         score = 100 - 10 * effect.stages.index(stage)
     elif min(effect.stages) < stage:
-        score, why = 30, f"it takes part in an earlier part of a step and may show in {_COMPUTES[stage]}"
+        score, why = 30, f"it affects an earlier stage of the step and may become visible in {_COMPUTES[stage]}"
     else:
         return 0, ""
     special = _get_special_score(change.name, difference, evidence)
@@ -168,7 +168,7 @@ def _setting(change: ChangedItem, difference: Difference, evidence: Evidence) ->
     if not effect.rounding and _is_rounding(difference):
         return score - 40, f"{why}, though the gap is no more than rounding"
     if effect.rounding and _is_rounding(difference):
-        return score + 5, f"{why}, and it changes the order or precision of sums, as the gap suggests"
+        return score + 5, f"{why}, and it changes the order or precision of sums, which fits the gap"
     return score, why
 
 
@@ -177,7 +177,7 @@ def _get_special_score(name: str, difference: Difference, evidence: Evidence) ->
     last = name.rpartition(".")[2]
     match difference.kind:
         case "order" if name == "trainer.seed":
-            return 130, "the prompts come in another order, which follows from the seed"
+            return 130, "the order of prompts depends on the seed"
         case "order" | "number" if last in ("train_batch_size", "n_samples_per_prompt"):
             return 135, "it is the number of prompts or samples of a step"
         case "lr" if last in ("lr", "scheduler", "num_warmup_steps"):
@@ -188,11 +188,11 @@ def _get_special_score(name: str, difference: Difference, evidence: Evidence) ->
         case _ if last in ("max_training_steps", "epochs"):
             return 0, ""  # the schedule of learning rates is all that knows of it, and the rates are equal
         case "weights" if name == "generator.model_dtype" and difference.stage is StepPart.START:
-            return 130, "engines get their weights in this type, so that all tensors differ"
+            return 130, "engines receive their weights in this dtype, so all tensors differ"
         case "few weights" if name.startswith("trainer."):
-            return 30, "it changes all tensors, and few differ"
+            return 30, "it would change all tensors, but only few differ"
         case "prompt id" if not name.endswith("disable_fast_tokenizer"):
-            return 20, "the text of the prompt is the same, and its tokens differ"
+            return 20, "the text of the prompt is the same, but its tokens differ"
     return None
 
 
@@ -208,21 +208,23 @@ def _is_coarse(difference: Difference) -> bool:
 def _library(change: ChangedItem, difference: Difference, evidence: Evidence) -> tuple[int, str]:
     stages = get_library_stages(change.name)
     if difference.stage not in stages:
-        return (15 if stages else 5), f"it does not take part in {_COMPUTES[difference.stage]} by itself"
+        return (15 if stages else 5), f"it does not take part in {_COMPUTES[difference.stage]} directly"
     score = 80 - len(stages) + (10 if _is_rounding(difference) else 0)
-    return score, f"it computes {_COMPUTES[difference.stage]}, where the runs part"
+    return score, f"it computes {_COMPUTES[difference.stage]}, where the runs diverge"
 
 
 def _data(change: ChangedItem, difference: Difference, evidence: Evidence) -> tuple[int, str]:
     prompts = difference.stage is StepPart.PROMPTS
     if evidence.same_rows:
-        return (125 if prompts else 20), "both have the same rows, in another order"
+        return (125 if prompts else 20), "both have the same rows in a different order"
     if evidence.data_row_differs and difference.stage in (StepPart.PROMPTS, StepPart.ENVIRONMENT):
         if difference.kind == "prompt id":
             return 90, "the row of this sample's prompt differs, though its text is the same"
         return 150, "the row of this sample's prompt differs"
     if evidence.data_row_differs is False:
-        return (60 if difference.kind in ("order", "number") else 15), "rows differ, and not that of this prompt"
+        return (
+            60 if difference.kind in ("order", "number") else 15
+        ), "some rows differ, but not the one of this prompt"
     if prompts:
         return 120, "the rows of the data differ"
     return (70 if difference.stage is StepPart.ENVIRONMENT else 15), "the rows of the data differ"
@@ -230,29 +232,29 @@ def _data(change: ChangedItem, difference: Difference, evidence: Evidence) -> tu
 
 def _tokenizer(change: ChangedItem, difference: Difference, evidence: Evidence) -> tuple[int, str]:
     if difference.kind == "prompt id":
-        return 150, "the same text has other tokens"
+        return 150, "the same text has different tokens"
     if difference.kind == "text":
-        return 145, "the same tokens have another text"
+        return 145, "the same tokens have a different text"
     if difference.kind == "prompt text":
-        return 115, "the prompt is rendered to another text, by the chat template or the special tokens"
+        return 115, "the chat template or the special tokens render the prompt to a different text"
     scores = {StepPart.PROMPTS: 80, StepPart.GENERATION: 45, StepPart.ENVIRONMENT: 85, StepPart.EVALUATION: 60}
-    return scores.get(difference.stage, 0), "environments and engines see texts through it"
+    return scores.get(difference.stage, 0), "environments and engines convert text with it"
 
 
 def _environment(change: ChangedItem, difference: Difference, evidence: Evidence) -> tuple[int, str]:
     scores = {StepPart.ENVIRONMENT: 120, StepPart.EVALUATION: 70, StepPart.PROMPTS: 60}
     if difference.kind == "prompt text":
         return 85, "an environment may write the first messages"
-    return scores.get(difference.stage, 0), f"its code makes {_COMPUTES[StepPart.ENVIRONMENT]}"
+    return scores.get(difference.stage, 0), f"its code produces {_COMPUTES[StepPart.ENVIRONMENT]}"
 
 
 def _code(change: ChangedItem, difference: Difference, evidence: Evidence) -> tuple[int, str]:
-    return 55, "our own code differs, which may change anything"
+    return 55, "the code of the framework differs, which may change anything"
 
 
 def _machine(change: ChangedItem, difference: Difference, evidence: Evidence) -> tuple[int, str]:
     if difference.stage in (StepPart.PROMPTS, StepPart.ENVIRONMENT, StepPart.ADVANTAGES):
-        return 5, "it changes no more than rounding"
+        return 5, "it changes only the rounding"
     return (78 if _is_rounding(difference) else 50), "it changes the rounding of sums"
 
 
@@ -264,7 +266,8 @@ def _find_causes_without_change(
     if difference.kind == "few weights":
         when = "before step 1" if difference.step == 0 else f"after step {difference.step}"
         why = (
-            "all that is computed before is equal, and few tensors differ: no setting does that. A damaged copy, file "
+            "everything computed before is equal and only few tensors differ, which no setting causes: a "
+            "corrupted copy, file "
         )
         yield Cause(
             f"{difference.quantity} at the sync {when}", difference.note, f"{why}or memory, or a fault of a sync", 140
@@ -277,7 +280,7 @@ def _find_causes_without_change(
         yield Cause(
             "order of asynchronous training",
             "groups are trained in the order in which they finish",
-            "two such runs are never the same; trainer.fully_async.order=exact makes them so",
+            "two such runs are not reproducible; trainer.fully_async.order=exact makes them reproducible",
             95 if difference.kind in ("order", "version id") else 45,
         )
     suspects = {
@@ -293,23 +296,23 @@ def _find_causes_without_change(
 
 def _find_engine_cause(difference: Difference, evidence: Evidence) -> Iterator[Cause]:
     """Yield the engine itself: weights that changed after they were verified, or arithmetic that is not repeatable."""
-    score, why = 42, "nothing else is recorded that differs here"
+    score, why = 42, "no other recorded difference affects this"
     if evidence.weights_before:
         why = "the engines were sent equal weights"
     gaps = evidence.engine_gaps
     if gaps is not None and max(gaps) > 10 * min(gaps) and max(gaps) > _ROUNDING:
         which = "A" if gaps[0] > gaps[1] else "B"
         score = 95
-        why += f"; in {which} engine and trainer disagree by {max(gaps):.2g}, in the other by {min(gaps):.2g}"
-        yield Cause(f"weights in the engine of {which}", "not what the trainer holds", why, score)
+        why += f"; in {which} engine and trainer differ by {max(gaps):.2g}, in the other by {min(gaps):.2g}"
+        yield Cause(f"weights in the engine of {which}", "not the trainer's weights", why, score)
         return
-    yield Cause("arithmetic of the engine", "not repeatable, or its weights changed after the sync", why, score)
+    yield Cause("arithmetic of the engine", "not reproducible, or its weights changed after the sync", why, score)
 
 
 _UNEXPLAINED = Cause(
-    "nothing that is recorded",
-    "no setting, version, data, tokenizer or environment differs that takes effect here",
-    "a computation that is not repeatable (kernels of a GPU, the order of requests), a file outside of the records, or "
-    "a fault of memory",
+    "nothing recorded",
+    "no setting, version, data, tokenizer or environment that affects this differs",
+    "a computation that is not reproducible (GPU kernels, the order of requests), an unrecorded file, or a memory "
+    "fault",
     35,
 )

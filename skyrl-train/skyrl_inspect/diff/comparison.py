@@ -1,4 +1,4 @@
-"""Comparison of two runs as one object, which text, page and JSON show. Knows no form of showing it."""
+"""Comparison of two runs as one object, which text, page and JSON show. Independent of the output format."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,11 +52,11 @@ class RunComparison:
             without = [
                 f"{letter} has no step yet" for letter, last in zip("AB", self.last_steps, strict=True) if not last
             ]
-            return f"{' and '.join(without) or 'no step is recorded by both'}: settings and versions alone are compared"
+            return f"{' and '.join(without) or 'no step is recorded by both'}: only settings and versions are compared"
         if not self.parting:
             last = self.equal_up_to or 0
             shorter = min(self.last_steps) != max(self.last_steps)
-            end = f", the last that both have (A has {self.last_steps[0]}, B {self.last_steps[1]})" if shorter else ""
+            end = f", the last step of both (A has {self.last_steps[0]}, B {self.last_steps[1]})" if shorter else ""
             return f"bit-equal up to step {last}{end}"
         equal = f"equal up to step {self.equal_up_to}" if self.equal_up_to else "no step is equal"
         cause = self.causes[0]
@@ -179,7 +179,7 @@ def _find_changed_environments(a: JsonObject | None, b: JsonObject | None, step:
 def _describe_data(a: DataDigest, b: DataDigest) -> str:
     """Describe where two datasets differ."""
     if a.content == b.content:
-        return "the same rows in another order"
+        return "the same rows in a different order"
     if a.num_rows != b.num_rows:
         return f"{abs(a.num_rows - b.num_rows)} rows {'more' if b.num_rows > a.num_rows else 'fewer'}"
     places = find_differing_rows(a, b)
@@ -206,7 +206,7 @@ def _collect_evidence(a: RecordedRun, b: RecordedRun, difference: Difference) ->
     row_differs, same_rows = None, False
     if data_a is not None and data_b is not None and data_a.in_order != data_b.in_order:
         same_rows = data_a.content == data_b.content
-        number = (difference.uid or "").partition("#")[0]  # a prompt that comes twice in a step has a suffix
+        number = (difference.uid or "").partition("#")[0]  # a prompt that occurs twice in a step has a suffix
         if number.isdigit() and data_a.num_rows == data_b.num_rows:
             row_differs = any(int(number) in rows for rows in find_differing_rows(data_a, data_b))
     before = [run.hashes.get(max(0, difference.step - 1)) for run in (a, b)]
@@ -238,12 +238,12 @@ def _list_unrecorded(a: RecordedRun, b: RecordedRun, steps: Sequence[int]) -> It
             yield f"{letter} has no config.yaml: settings are not compared"
         if not run.has_starts:
             yield (
-                f"{letter} has no starts.jsonl (an earlier release wrote it): versions, machine, tokenizer and "
+                f"{letter} has no starts.jsonl (written by an earlier release): versions, machine, tokenizer and "
                 "environments are not compared"
             )
         if run.num_unplaced_configs:
             yield (
-                f"{letter} was started with other settings before (config_1.yaml …), and does not record for which "
+                f"{letter} was started earlier with other settings (config_1.yaml …) and does not record for which "
                 "steps: the newest are compared"
             )
         if run.last_step and not any(phase == "train" for _, phase in run.trajectory_paths):
@@ -254,7 +254,7 @@ def _list_unrecorded(a: RecordedRun, b: RecordedRun, steps: Sequence[int]) -> It
                 "generator.weight_sync_verification=sampled or full write them): weights are not compared"
             )
     if steps and steps != list(range(steps[0], steps[-1] + 1)):
-        yield "some steps between are recorded by one run alone: what parted there shows at the next"
+        yield "some steps in between are recorded by only one run: a divergence there is shown at the next common step"
 
 
 def get_stage_name(stage: StepPart) -> str:

@@ -134,7 +134,7 @@ def _compare_trajectories(a: RecordedRun, b: RecordedRun, step: int, phase: Phas
         if _make_key(row_a) != _make_key(row_b):
             names = (_make_name(row_a), _make_name(row_b))
             difference = Difference(
-                step, StepPart.PROMPTS, "prompt", *names, sample=index, kind="order", note="another prompt comes here"
+                step, StepPart.PROMPTS, "prompt", *names, sample=index, kind="order", note="a different prompt"
             )
             first.setdefault(StepPart.PROMPTS, difference)
             break  # the samples behind this one are not those of the same prompts

@@ -62,11 +62,11 @@ class RecordedRun:
         self.folder = RunFolder(path)
         folder = self.folder
         if not folder.path.is_dir():
-            raise DataError(f"{folder.path} is no folder; give a run's folder, the one of its setting trainer.run_dir")
+            raise DataError(f"{folder.path} is not a folder; pass the folder of trainer.run_dir")
         if not any(p.exists() for p in (folder.config_path, folder.metrics_path, folder.trajectories_folder)):
             raise DataError(
-                f"{folder.path} is not a run folder: it holds neither config.yaml nor metrics.jsonl nor trajectories. "
-                "Give the folder of trainer.run_dir"
+                f"{folder.path} is not a run folder: it has neither config.yaml nor metrics.jsonl nor trajectories. "
+                "Pass the folder of trainer.run_dir"
             )
 
     # ---- what it is made of

@@ -35,7 +35,7 @@ def iter_sections(comparison: RunComparison) -> Iterator[tuple[str, list[str]]]:
         if lines := _format_changes([change for change in own if is_relevant(change)]):
             yield f"{title} that differ" if title.endswith("s") else title, lines
         if names := [change.name for change in own if not is_relevant(change)]:
-            yield "settings that differ and change no number", [", ".join(names)]
+            yield "settings that differ without affecting numbers", [", ".join(names)]
     if comparison.unrecorded:
         yield "not compared", list(comparison.unrecorded)
 

@@ -22,17 +22,17 @@ _LOG_LINES = 10
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_train.explain",
-        description="Says what each process of a run waits for, since when, and which process or resource is the "
-        "cause. Writes that with stacks, ends of logs and memory to RUN/explanations.",
+        description="Show what each process of a run waits for, since when, and which process or resource is the "
+        "cause. Writes a report with stacks, ends of logs and memory to RUN/explanations.",
     )
-    parser.add_argument("run", type=Path, help="the folder of a run that goes on, or was killed")
-    parser.add_argument("--because", default="", metavar="TEXT", help="why it is asked, for the head of the text")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of text")
-    parser.add_argument("--brief", action="store_true", help="print the cause and the path of the file alone, as JSON")
+    parser.add_argument("run", type=Path, help="the folder of a run that is in progress or was killed")
+    parser.add_argument("--because", default="", metavar="TEXT", help="reason for the report, shown in its header")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--brief", action="store_true", help="print only the cause and the path of the report, as JSON")
     options = parser.parse_args(arguments)
     run_dir = options.run.expanduser().absolute()
     if not waits_folder(run_dir).is_dir() and not (run_dir / "config.yaml").exists():
-        print(f"{run_dir} is not the folder of a run: it has neither config.yaml nor waits", file=sys.stderr)
+        print(f"{run_dir} is not a run folder: it has neither config.yaml nor waits", file=sys.stderr)
         return 2
     situation = observe(run_dir)
     if not situation.processes:
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({"cause": headline(findings), "path": str(path or "not written")}))
     else:
         print(record if options.json else text, end="")
-        where = f"stacks, ends of logs and memory: {path}" if path else "the folder of the run cannot be written"
+        where = f"stacks, ends of logs and memory: {path}" if path else "the run folder is not writable"
         print(where, file=sys.stderr)
     return 0
 
@@ -55,8 +55,8 @@ def _describe_missing_records(run_dir: Path) -> str:
     log = run_dir / "logs" / "trainer.log"
     when = f", {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(log.stat().st_mtime))}" if log.exists() else ""
     return (
-        f"No process of {run_dir} records waits: the run has ended, or a release without such records made it. End of "
-        f"its log{when}:\n{read_log_tail(log, _LOG_LINES)}"
+        f"No process of {run_dir} records waits: the run has ended, or was made by a release without these records. "
+        f"End of its log{when}:\n{read_log_tail(log, _LOG_LINES)}"
     )
 
 

@@ -191,7 +191,7 @@ class _Graph:
                 continue
             inner = [wait for wait in self._get_innermost(role) if wait.who == role]
             if not inner or all(wait.what == NEXT_CALL for wait in inner):
-                found.append(self._left_out(process, link, chain))
+                found.append(self._find_skipped_collective(process, link, chain))
                 continue
             # Libraries run a backward in threads of their own: its collectives are not inside of the call.
             for wait in [wait for wait in inner if wait.on == PEERS] or inner:
@@ -208,7 +208,7 @@ class _Graph:
                 Kind.DIFFERENT,
                 f"ranks of {group} are in different collectives: {where}",
                 chain,
-                "one of them left out a collective or began one too many: compare their stacks",
+                "one of them skipped a collective or started one too many: compare their stacks",
             )
         elif own == min(role for role in self._processes if role.rpartition(" ")[0] == group):
             yield self._finding(
@@ -225,20 +225,20 @@ class _Graph:
         if process.state in ("T", "t"):
             remedy = f"kill -CONT {process.pid} continues it"
             yield self._finding(
-                Kind.NOT_RUNNING, f"{name} is stopped, as by SIGSTOP or a debugger", chain, remedy, process
+                Kind.NOT_RUNNING, f"{name} is stopped, for example by SIGSTOP or a debugger", chain, remedy, process
             )
         elif process.state in ("Z", GONE):
-            last = f"; its last wait: {_words(process.waits[-1])}" if process.waits else ""
-            remedy = f"the end of its log, {process.log}, and the kernel's log tell why" if process.log else ""
+            last = f"; its last wait: {_describe_wait(process.waits[-1])}" if process.waits else ""
+            remedy = f"see the end of its log, {process.log}, and the kernel's log" if process.log else ""
             yield self._finding(Kind.NOT_RUNNING, f"{name} is dead{last}", chain, remedy, process)
         elif process.state == "D":
             work = self._get_innermost(process.role)
-            what = f" in {_words(work[-1])}" if work else ""
+            what = f" in {_describe_wait(work[-1])}" if work else ""
             yield self._finding(
                 Kind.NOT_RUNNING,
-                f"{name} is in the kernel, waiting for a disk or a device{what}",
+                f"{name} is blocked in the kernel, waiting for a disk or a device{what}",
                 chain,
-                "look at the file system",
+                "check the file system",
                 process,
             )
         for child in process.children:
@@ -254,22 +254,24 @@ class _Graph:
     def _outside(self, name: str, chain: tuple[_Link, ...]) -> HangCause:
         kind, _, path = name.partition(" ")
         if kind == "lock" and path:
-            holders = ", ".join(self._situation.lock_holders.get(path, [])) or "a process that this machine cannot see"
-            return self._finding(Kind.OUTSIDE, f"{holders} holds the lock {path}", chain, "end it, or let it finish")
+            holders = ", ".join(self._situation.lock_holders.get(path, [])) or "a process on another machine"
+            return self._finding(
+                Kind.OUTSIDE, f"{holders} holds the lock {path}", chain, "terminate it, or let it finish"
+            )
         if kind == "file" and path:
             return self._finding(
                 Kind.OUTSIDE,
                 f"{chain[0].wait.who} (pid {chain[0].process.pid}) cannot finish writing {path}",
                 chain,
-                "the disk or the store is stalled, or the file is a pipe that nobody reads",
+                "the disk or object store is stalled, or the file is a pipe without a reader",
             )
         if "://" in name:
-            return self._finding(Kind.OUTSIDE, f"no reply from {name}", chain, "look at that server and its log")
+            return self._finding(Kind.OUTSIDE, f"no reply from {name}", chain, "check that server and its log")
         ray = self._ray()
         if name == SCHEDULER:
-            return self._finding(Kind.OUTSIDE, f"{SCHEDULER} has no place for {chain[0].wait.what}{ray}", chain)
+            return self._finding(Kind.OUTSIDE, f"{SCHEDULER} has no resources for {chain[0].wait.what}{ray}", chain)
         return self._finding(
-            Kind.OUTSIDE, f"{name} has not started, or reports no waits{ray}", chain, "look at its log, if there is one"
+            Kind.OUTSIDE, f"{name} has not started, or reports no waits{ray}", chain, "check its log, if it exists"
         )
 
     def _ray(self) -> str:
@@ -277,7 +279,7 @@ class _Graph:
         if not state or "free" not in state:
             return ""
         waiting = ", ".join(map(str, state.get("waiting", []))) or "nothing"
-        return f" (in Ray waits for a place: {waiting}; free: {state['free']} of {state['total']})"
+        return f" (waiting for resources in Ray: {waiting}; free: {state['free']} of {state['total']})"
 
     def _busy(self, link: _Link, chain: tuple[_Link, ...]) -> HangCause:
         # Work that somebody else does for a wait is named by that one: a thread for a step of an environment.
@@ -286,7 +288,7 @@ class _Graph:
         named = link.wait if named.who == link.wait.who else named
         who = f"{named.who} (pid {link.process.pid})"
         counts = self._count_collectives(link.process.role)
-        return self._finding(Kind.BUSY, f"{who} does not finish {named.what}{self._place(link)}{counts}", chain)
+        return self._finding(Kind.BUSY, f"{who} does not finish {named.what}{self._format_frame(link)}{counts}", chain)
 
     def _count_collectives(self, role: str) -> str:
         """Return how many collectives each rank of a group has begun, where the numbers differ: on CUDA none waits in
@@ -301,28 +303,29 @@ class _Graph:
     def _idle(self, name: str, chain: tuple[_Link, ...]) -> HangCause:
         process = self._processes.get(name)
         who = name if process is None else f"{name} (pid {process.pid})"
-        return self._finding(Kind.IDLE, f"{who} has nothing to do: it waits for calls", chain)
+        return self._finding(Kind.IDLE, f"{who} is idle: it waits for calls", chain)
 
-    def _left_out(self, peer: ProcessEvidence, link: _Link, chain: tuple[_Link, ...]) -> HangCause:
+    def _find_skipped_collective(self, peer: ProcessEvidence, link: _Link, chain: tuple[_Link, ...]) -> HangCause:
         last = _num_collectives(peer)
         return self._finding(
             Kind.LEFT_OUT,
-            f"{peer.role} (pid {peer.pid}) left out {link.wait.what}: it has begun {last} collectives and waits for "
+            f"{peer.role} (pid {peer.pid}) skipped {link.wait.what}: it has started {last} collectives and waits for "
             "the next call",
             chain,
-            "ranks must take the same collectives: look for an early return, or a condition that differs among ranks",
+            "all ranks must call the same collectives: look for an early return, or a condition that "
+            "differs between ranks",
             peer,
         )
 
     def _cycle(self, link: _Link, chain: tuple[_Link, ...]) -> HangCause:
         members = [*reversed(chain[: chain.index(link) + 1])]
-        where = ", which is in the way of: ".join(f"{each.wait.who} in {_words(each.wait)}" for each in members)
+        where = ", which blocks: ".join(f"{each.wait.who} in {_describe_wait(each.wait)}" for each in members)
         return self._finding(Kind.CYCLE, f"deadlock: {where}", chain)
 
     def _collective(self, link: _Link) -> str:
-        return f"{link.process.role} (pid {link.process.pid}) in {link.wait.what}{self._place(link)}"
+        return f"{link.process.role} (pid {link.process.pid}) in {link.wait.what}{self._format_frame(link)}"
 
-    def _place(self, link: _Link) -> str:
+    def _format_frame(self, link: _Link) -> str:
         frame = innermost_own_frame(link.process.stacks.get(link.wait.thread, ()))
         return f", at {frame}" if frame else ""
 
@@ -352,10 +355,10 @@ class _Graph:
     def _line(self, link: _Link) -> str:
         wait = link.wait
         limit = f" of {wait.deadline:g} s" if wait.deadline else " s"
-        return f"{wait.who} (pid {link.process.pid}): {_words(wait)}, for {self._now - wait.began:.1f}{limit}"
+        return f"{wait.who} (pid {link.process.pid}): {_describe_wait(wait)}, for {self._now - wait.began:.1f}{limit}"
 
 
-def _words(wait: Wait) -> str:
+def _describe_wait(wait: Wait) -> str:
     if not wait.on:
         return wait.what
     return f"{wait.what}, waiting for {wait.on}"

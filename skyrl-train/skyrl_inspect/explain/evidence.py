@@ -30,7 +30,7 @@ _STILL_SECONDS = 0.1
 """A file of stacks that did not grow for so long is complete."""
 
 _TOOL_SECONDS = 8.0
-"""Deadline of a program that is asked for the state of GPUs or of Ray."""
+"""Timeout of programs that report the state of GPUs or of Ray."""
 
 _LOG_LINES = 8
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
@@ -151,14 +151,14 @@ def _rss(pid: int) -> int:
 def _children(pid: int, known: set[int]) -> list[Child]:
     with contextlib.suppress(psutil.Error):
         return [
-            Child(child.pid, " ".join(child.cmdline())[:120] or child.name(), _letter(child))
+            Child(child.pid, " ".join(child.cmdline())[:120] or child.name(), _get_state_letter(child))
             for child in psutil.Process(pid).children(recursive=True)
             if child.pid not in known
         ]
     return []
 
 
-def _letter(process: psutil.Process) -> str:
+def _get_state_letter(process: psutil.Process) -> str:
     letters = {psutil.STATUS_STOPPED: "T", psutil.STATUS_DISK_SLEEP: "D", psutil.STATUS_ZOMBIE: "Z"}
     return letters.get(process.status(), "S")
 
@@ -175,20 +175,20 @@ def _ask_for_stacks(
     paths = {record.stacks_path: record.path for record in records}
     for record in records:
         if states[record.path] in ("T", "t", "Z"):
-            found[record.path] = {}, "a process that does not run writes none"
+            found[record.path] = {}, "a stopped process cannot write stacks"
             continue
         try:
             size = record.stacks_path.stat().st_size
             if not _handles(record.facts["pid"], int(record.facts["signal"])):
-                found[record.path] = {}, "it does not handle the signal that asks for them"
+                found[record.path] = {}, "it does not handle the signal that requests stacks"
                 continue
             os.kill(record.facts["pid"], int(record.facts["signal"]))
             asked[record.stacks_path] = size
         except (OSError, ValueError, KeyError) as error:
-            found[record.path] = {}, f"they cannot be asked for ({error})"
+            found[record.path] = {}, f"they cannot be requested ({error})"
     texts = _appended(asked)
     for path, text in texts.items():
-        found[paths[path]] = parse_stacks(text), "" if text else f"none came within {_STACK_SECONDS:g} s"
+        found[paths[path]] = parse_stacks(text), "" if text else f"no stacks received within {_STACK_SECONDS:g} s"
     return found
 
 
@@ -255,8 +255,8 @@ def _described(pid: int, roles: dict[int, str]) -> str:
     if pid in roles:
         return f"{roles[pid]} (pid {pid})"
     with contextlib.suppress(psutil.Error):
-        return f"pid {pid} ({' '.join(psutil.Process(pid).cmdline())[:120]}), which is not of this run"
-    return f"pid {pid}, which is not of this run"
+        return f"pid {pid} ({' '.join(psutil.Process(pid).cmdline())[:120]}), which does not belong to this run"
+    return f"pid {pid}, which does not belong to this run"
 
 
 def _host_memory() -> Iterator[str]:

@@ -27,7 +27,7 @@ def details(situation: Situation) -> str:
 
 def headline(findings: list[HangCause]) -> str:
     """Return the most likely cause as a sentence."""
-    return findings[0].cause if findings else "no process of the run waits for anything"
+    return findings[0].cause if findings else "no process of the run is waiting"
 
 
 def as_json(run_dir: Path, situation: Situation, findings: list[HangCause], reason: str) -> str:
@@ -41,26 +41,26 @@ def _causes_and_waits(run_dir: Path, situation: Situation, findings: list[HangCa
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(situation.now))
     yield f"Who waits for whom in {run_dir}, {moment}"
     if reason:
-        yield f"Asked because {reason}"
+        yield f"Requested because {reason}"
     if situation.copy_of:
-        yield f"This folder is a copy: its processes belong to {situation.copy_of}, and their states are not shown."
+        yield f"This folder is a copy of {situation.copy_of}: states of its processes are not shown."
     elif all(process.state == GONE for process in situation.processes):
-        yield "No process of this run is alive: it was killed. What each waited for at its end:"
+        yield "No process of this run is alive: it was killed. Last waits of each process:"
     yield ""
     if not findings:
-        yield "No process waits for anything."
+        yield "No process is waiting."
     elif not any(finding.is_expired or finding.kind <= Kind.DIFFERENT for finding in findings):
-        yield "No process is stopped, and no deadline has passed. What is being done, the longest first:"
+        yield "No process is stopped, and no deadline has passed. Current activities, longest first:"
     for number, finding in enumerate(findings[:_MOST_FINDINGS], start=1):
         yield f"{number}. {finding.cause}."
         if finding.remedy:
-            yield f"   What to do: {finding.remedy}."
+            yield f"   Fix: {finding.remedy}."
         for index, line in enumerate(finding.chain):
-            yield f"   {'it stops' if index == 0 else '    thus'} {line}"
+            yield f"   {'it blocks' if index == 0 else '    thus'} {line}"
         if finding.num_chains > 1:
             yield f"   and {finding.num_chains - 1} other waits"
     if len(findings) > _MOST_FINDINGS:
-        yield f"and {len(findings) - _MOST_FINDINGS} more like these, in the JSON beside this file"
+        yield f"and {len(findings) - _MOST_FINDINGS} more like these, in the JSON file next to this one"
     yield from ("", "== Processes", "")
     for process in situation.processes:
         yield from _process(process, situation.now)
@@ -70,7 +70,7 @@ def _details(situation: Situation) -> Iterator[str]:
     if situation.ray is not None:
         yield from ("== Ray", "", *(f"{name}: {value}" for name, value in situation.ray.items()), "")
     yield from ("== Memory", "", *situation.memory, "")
-    yield "== Stacks, the innermost call first"
+    yield "== Stacks, innermost call first"
     for process in situation.processes:
         yield from ("", f"-- {process.role} (pid {process.pid})")
         if process.no_stacks:
@@ -85,9 +85,7 @@ def _details(situation: Situation) -> Iterator[str]:
 
 
 def _process(process: ProcessEvidence, now: float) -> Iterator[str]:
-    state = (
-        f"on {process.host}, not seen from here" if process.state == ELSEWHERE else _STATES.get(process.state, "runs")
-    )
+    state = f"on {process.host}, another host" if process.state == ELSEWHERE else _STATES.get(process.state, "runs")
     memory = f", {process.rss_bytes / 2**20:.0f} MiB" if process.rss_bytes else ""
     yield f"{process.role}: pid {process.pid}, {state}{memory}"
     present = [wait for wait in process.waits if not wait.ended]

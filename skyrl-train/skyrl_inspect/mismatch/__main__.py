@@ -133,8 +133,8 @@ def validate_settings(cfg: DictConfig | MismatchRunConfig) -> MismatchRunConfig:
     assert isinstance(typed, MismatchRunConfig)
     if typed.trainer.placement.launcher == "inline":
         raise ConfigError(
-            "trainer.placement.launcher=inline does not fit main_mismatch, which asks every engine in a process of its "
-            "own, so that the next one finds all memory free; leave it out"
+            "trainer.placement.launcher=inline cannot be used with main_mismatch, which runs each engine in a "
+            "separate process, so that all memory is free for the next one; remove it"
         )
     settings = typed.mismatch
     for name in ("num_prompts", "max_tokens"):
@@ -142,16 +142,16 @@ def validate_settings(cfg: DictConfig | MismatchRunConfig) -> MismatchRunConfig:
             raise ConfigError(f"mismatch.{name} must be at least 1; got {getattr(settings, name)}")
     for name in ("dtypes", "attention", "samplings"):
         if not getattr(settings, name):
-            raise ConfigError(f"mismatch.{name} is empty: there would be nothing to measure")
+            raise ConfigError(f"mismatch.{name} is empty; set at least one value")
     unknown = [name for name in settings.samplings if name not in (OWN_SAMPLING, *SAMPLINGS)]
     if unknown:
         raise ConfigError(
-            f"mismatch.samplings has {unknown[0]!r}; there are {', '.join([OWN_SAMPLING, *SAMPLINGS])}. For another "
-            "one set generator.sampling_params"
+            f"mismatch.samplings has {unknown[0]!r}; valid values: {', '.join([OWN_SAMPLING, *SAMPLINGS])}. For other "
+            "values set generator.sampling_params"
         )
     missing = [name for name in settings.engines or () if not EngineRegistry.get_requirements(name).is_installed]
     if missing and typed.generator.run_engines_locally:
-        raise ConfigError(f"mismatch.engines has {missing[0]}, which is not installed; INSTALL.md says how to")
+        raise ConfigError(f"mismatch.engines has {missing[0]}, which is not installed; see INSTALL.md")
     return typed
 
 

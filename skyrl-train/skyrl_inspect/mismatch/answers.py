@@ -1,6 +1,6 @@
 """Requests to an engine: answers under several sampling settings, and the log-probs of fixed tokens.
 
-Knows engines by their interface only. What comes back is plain lists, so that it can come from another process.
+Knows engines by their interface only. Results are plain lists, so that they can be sent by another process.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class EngineAnswers:
     gives none of prompts."""
 
     refused: dict[str, str] = field(default_factory=dict)
-    """A sampling setting, or `canary` -> why there is no answer."""
+    """A sampling setting, or `canary` -> reason of a missing completion."""
 
 
 async def send_questions(engine: InferenceEngineInterface, questions: Questions) -> EngineAnswers:
@@ -117,7 +117,7 @@ _REFUSALS = (SkyRLError, ValueError, TimeoutError)
 
 
 def _describe_refusal(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else "no answer before the deadline"
+    return f"{type(error).__name__}: {error}" if str(error) else "no completion before the deadline"
 
 
 async def _collect_answers(engine: InferenceEngineInterface, sampling: Sampling, questions: Questions) -> Answers:
@@ -125,7 +125,7 @@ async def _collect_answers(engine: InferenceEngineInterface, sampling: Sampling,
     completions = await _generate_all(engine, questions.prompts, params, questions)
     log_probs = [completion.log_probs for completion in completions if completion.log_probs is not None]
     if len(log_probs) < len(completions):
-        raise ValueError("the engine gave no log-probs of its answers")
+        raise ValueError("the engine returned no log-probs of its completions")
     routes = [completion.routes for completion in completions]
     responses = [completion.token_ids for completion in completions]
     return _filter_answered(questions.prompts, responses, log_probs, routes if any(routes) else None)
@@ -151,7 +151,7 @@ async def _score_canary(engine: InferenceEngineInterface, info: EngineInfo, ques
     completions = await _generate_all(engine, rows, params, questions)
     log_probs = [each.prompt_log_probs for each in completions if each.prompt_log_probs is not None]
     if len(log_probs) < len(completions):
-        raise ValueError("the engine gave no log-probs of its prompts")
+        raise ValueError("the engine returned no log-probs of its prompts")
     return _filter_answered([row[:1] for row in rows], [row[1:] for row in rows], log_probs)
 
 
@@ -168,11 +168,11 @@ def _filter_answered(
     """
     lengths = [len(row) for row in responses], [len(row) for row in log_probs]
     if lengths[0] != lengths[1]:
-        raise ValueError(f"the engine gave {lengths[1]} log-probs of {lengths[0]} tokens")
+        raise ValueError(f"the engine returned {lengths[1]} log-probs for {lengths[0]} tokens")
     own_routes = [None] * len(prompts) if routes is None else routes
     rows = [row for row in zip(prompts, responses, log_probs, own_routes, strict=True) if row[1]]
     if not rows:
-        raise ValueError("every answer of the engine was empty")
+        raise ValueError("every completion of the engine was empty")
     return Answers(
         prompts=[list(prompt) for prompt, *_ in rows],
         responses=[list(response) for _, response, *_ in rows],

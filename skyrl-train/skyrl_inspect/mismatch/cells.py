@@ -25,7 +25,7 @@ class EngineName:
     """None: a server that does not say."""
 
     attention: str = "default"
-    """The attention that it was told to use; `default`: its own choice."""
+    """The attention setting of the engine; `default`: its own choice."""
 
     url: str = ""
     """Address of a server that was started elsewhere; empty for an engine started here."""

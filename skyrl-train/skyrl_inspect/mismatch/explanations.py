@@ -49,7 +49,7 @@ class _Tokens:
     rollout: torch.Tensor
     """[N]: what the engine said."""
 
-    def left_by(self, logits: torch.Tensor) -> float:
+    def compute_residual(self, logits: torch.Tensor) -> float:
         """Mean difference of the engine to log softmax(logits), without the largest twentieth."""
         expected = logits.log_softmax(-1).gather(1, self.labels[:, None])[:, 0]
         differences = (expected - self.rollout).double().abs().sort().values
@@ -57,11 +57,11 @@ class _Tokens:
 
 
 def find_best_explanation(reference: Reference, answers: Answers, sampling: Sampling) -> Explanation | None:
-    """The mistake that comes nearest to the engine's log-probs of these answers; None if they have no numbers."""
+    """The mistake that explains the engine's log-probs of these completions best; None if they have no numbers."""
     tokens = _collect_tokens(reference, answers)
     if tokens is None:
         return None
-    found = [Explanation(kind, tokens.left_by(logits)) for kind, logits in _apply_mistakes(tokens, sampling)]
+    found = [Explanation(kind, tokens.compute_residual(logits)) for kind, logits in _apply_mistakes(tokens, sampling)]
     found.append(_fit_temperature(tokens))
     return min(found, key=lambda explanation: explanation.left)
 
@@ -121,7 +121,7 @@ def _fit_temperature(tokens: _Tokens) -> Explanation:
     logarithmic scale, then twice 21 between the neighbours of the best."""
 
     def left(temperature: float) -> float:
-        return tokens.left_by(tokens.logits / temperature)
+        return tokens.compute_residual(tokens.logits / temperature)
 
     low, high, count = 1 / 8, 8.0, 61
     best = 1.0

@@ -49,17 +49,17 @@ def run_in_process(
     assert process.pid is not None
     theirs.close()
     try:
-        with waiting("an engine's answers", on=ENGINE, deadline=timeout_seconds):
+        with waiting("an engine's completions", on=ENGINE, deadline=timeout_seconds):
             is_late = not ours.poll(timeout_seconds)
         if is_late:
-            late = f"no answer within {timeout_seconds:g} seconds"
+            late = f"no response within {timeout_seconds:g} seconds"
             raise WorkerError(f"{late}{write_explanation(late)}; the end of its log:\n{read_log_tail(log_path)}")
         found: EngineAnswers | str = ours.recv()
         process.join(_END_SECONDS)
     except EOFError:
         process.join(_END_SECONDS)
         raise WorkerError(
-            f"the process died (exit code {process.exitcode}); the end of its log:\n{read_log_tail(log_path)}"
+            f"the process crashed (exit code {process.exitcode}); the end of its log:\n{read_log_tail(log_path)}"
         ) from None
     finally:
         _stop_group(process.pid)
@@ -79,7 +79,7 @@ def _run(connection: Connection, make_engine: MakeEngine, questions: Questions, 
     try:
         with waiting("the engine's start"):
             engine = make_engine()
-        with waiting("the engine's answers"):
+        with waiting("the engine's completions"):
             found: EngineAnswers | str = asyncio.run(_run_and_exit(engine, questions))
     except (SkyRLError, ValueError, ImportError, RuntimeError, OSError, NotImplementedError) as error:
         found = f"{type(error).__name__}: {error}"

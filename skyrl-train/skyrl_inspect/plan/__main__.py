@@ -39,35 +39,35 @@ def main(arguments: list[str] | None = None) -> int:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_train.plan",
-        description="Estimates memory, time and cost of a training run from its settings (key=value, as for "
-        "skyrl_train.entrypoints.main_base), without weights and before anything starts.",
+        description="Estimate memory, time and cost of a training run from its settings (key=value, as for "
+        "skyrl_train.entrypoints.main_base), before it starts and without loading weights.",
         epilog="Exit status: 0 if the run fits, 1 if not, 2 if it cannot be planned.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--device", metavar="NAME", help=f"device to plan for: cpu, {', '.join(DEVICES)}; default: this machine's"
     )
-    parser.add_argument("--nodes", type=int, metavar="N", help="machines that there are; the run must need no more")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="devices of each (default 8)")
+    parser.add_argument("--nodes", type=int, metavar="N", help="number of available machines, the maximum for the run")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="devices per machine (default 8)")
     parser.add_argument(
         "--config-file", action="append", default=[], metavar="[MODEL=]FILE",
-        help="config.json of a model that is not in the hub's cache; without MODEL, of the policy",
+        help="config.json of a model that is not in the hub cache; without MODEL, of the policy",
     )  # fmt: skip
     parser.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help="mean prompt, for the time (default: the longest)"
+        "--prompt-tokens", type=int, metavar="N", help="mean prompt length for time estimates (default: the maximum)"
     )
     parser.add_argument(
-        "--answer-tokens", type=int, metavar="N", help="mean answer, for the time (default: the longest)"
+        "--answer-tokens", type=int, metavar="N", help="mean response length for time estimates (default: the maximum)"
     )
     parser.add_argument(
-        "--num-prompts", type=int, metavar="N", help="prompts of the training set, for time and cost of the run"
+        "--num-prompts", type=int, metavar="N", help="number of training prompts, for time and cost of the run"
     )
-    parser.add_argument("--price-per-hour", type=float, metavar="X", help="price of a device and hour, for the cost")
+    parser.add_argument("--price-per-hour", type=float, metavar="X", help="price per device and hour, for the cost")
     parser.add_argument(
         "--measured",
         type=Path,
         metavar="RUN",
-        help="run folder whose times on the same kind of device correct the estimate",
+        help="run folder whose measured times on the same kind of device correct the estimate",
     )
     return parser
 
@@ -82,7 +82,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     kind = cfg.trainer.placement.device
     device = device or (find_gpu() if kind == "cuda" else find_device("cpu"))
     if device.kind != kind:
-        raise ConfigError(f"--device {device.name} contradicts trainer.placement.device={kind}; leave one of them out")
+        raise ConfigError(f"--device {device.name} contradicts trainer.placement.device={kind}; remove one of them")
     notes = _set_default_engine(cfg)
     if options.nodes is not None:
         check_nodes(cfg, options.nodes, options.gpus_per_node)
@@ -112,9 +112,9 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
 
     found = find_smallest_change(cfg, shapes, device, check)
     if found is None:
-        print("no change of up to four settings was found with which it fits; use more or larger devices")
+        print("no change of up to four settings makes it fit; use more or larger devices")
     else:
-        print(f"the smallest change with which it fits:\n  {format_overrides(found)}")
+        print(f"the smallest change that makes it fit:\n  {format_overrides(found)}")
     return 1
 
 
@@ -141,7 +141,7 @@ def _set_default_engine(cfg: SkyRLConfig) -> list[str]:
         and cfg.generator.run_engines_locally
     ):
         cfg.generator.backend = "vllm"
-        return ["engines are planned as vLLM, which generator.backend=auto takes where it is installed"]
+        return ["engines are planned as vLLM, which generator.backend=auto selects if it is installed"]
     return []
 
 
@@ -174,9 +174,9 @@ def check_nodes(cfg: SkyRLConfig, nodes: int, gpus_per_node: int) -> None:
             )
     if wanted > there:
         raise ConfigError(
-            f"the settings place the run on {wanted} devices (trainer.placement.*_num_nodes x *_num_gpus_per_node"
-            f"{', and engines' if not placement.colocate_all else ''}), and --nodes {nodes} x --gpus-per-node "
-            f"{gpus_per_node} has {there}: give fewer nodes in trainer.placement, or more with --nodes"
+            f"the settings place the run on {wanted} devices (trainer.placement.*_num_nodes x "
+            f"*_num_gpus_per_node{', and engines' if not placement.colocate_all else ''}), and --nodes {nodes} x "
+            f"--gpus-per-node {gpus_per_node} has {there}: lower the nodes in trainer.placement, or raise --nodes"
         )
     if wanted * 2 <= there:
         fitting = nodes * placement.policy_num_nodes // max(1, -(-wanted // gpus_per_node))
@@ -204,7 +204,7 @@ def _measure_factors(folder: Path, device: Device, files: dict[str, str], length
     """Compare a run's own times with the estimate of its settings."""
     run = RunFolder(folder)
     if not run.config_path.is_file():
-        raise ConfigError(f"--measured {folder} is no run folder: it has no {run.config_path.name}")
+        raise ConfigError(f"--measured {folder} is not a run folder: it has no {run.config_path.name}")
     import yaml
 
     cfg = SkyRLConfig.from_dict(yaml.safe_load(run.config_path.read_text()))

@@ -53,7 +53,7 @@ class Division:
     """What the reduction of the layer before still holds while a layer is computed backward."""
 
     copies_reduced: int = 0
-    """Reduced gradients that are held beside those they are added to, until the backward ends."""
+    """Reduced gradients that are kept in addition to the accumulated ones, until the backward ends."""
 
     head_gradient: int = 0
     """Gradient of the output layer, from its computation to the end of the backward."""
@@ -256,6 +256,6 @@ BACKENDS: dict[str, Callable[[SkyRLConfig, Role, ModelShape, Kind], Division]] =
 
 
 def get_division_section(cfg: SkyRLConfig) -> str:
-    """Return the section of a model's settings that divides it over ranks."""
+    """Return the section of a model's settings that shards it over ranks."""
     sections = {"megatron": "megatron_config", "deepspeed": "deepspeed_config"}
     return sections.get(cfg.trainer.strategy, "fsdp_config")

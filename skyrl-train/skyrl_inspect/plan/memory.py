@@ -162,22 +162,25 @@ def _estimate_training(name: str, division: Division, computation: _Computation)
             "gathered weights": division.gathered_head,
             "activations": stored + computation.head,
             "logits": computation.logits,
-            "gradients on their way": 2 * head,
+            "gradients in communication": 2 * head,
         },
         "backward of a layer": {
             "gathered weights": division.gathered,
             "activations": stored + computation.layer,
-            "gradients on their way": head + division.layer_gradients + division.layer_buffer + division.copies_reduced,
+            "gradients in communication": head
+            + division.layer_gradients
+            + division.layer_buffer
+            + division.copies_reduced,
         },
         "reduction of a layer": {
             "gathered weights": division.gathered_head,
             "activations": stored,
-            "gradients on their way": head
+            "gradients in communication": head
             + division.layer_gradients
             + division.layer_reduction
             + division.copies_reduced,
         },
-        "end of backward": {"gradients on their way": division.final_reduction + division.copies_reduced},
+        "end of backward": {"gradients in communication": division.final_reduction + division.copies_reduced},
         "optimizer step": {"working memory": division.step},
     }
     return _get_largest(name, at_rest, moments, division, computation.tokens)
@@ -283,11 +286,10 @@ def estimate_engine(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> Engi
     shortage = ""
     if answers == 0:
         shortage = (
-            f"generator.gpu_memory_utilization={generator.gpu_memory_utilization} gives the engine "
-            f"{budget / 1e9:.1f} GB, of which weights take {weights / 1e9:.1f}, working memory {working / 1e9:.1f} and "
-            f"CUDA graphs {graphs / 1e9:.1f}: "
-            f"no answer of {length} tokens with its prompt ({answer / 1e9:.2f} GB of keys and values) "
-            "fits into the rest"
+            f"generator.gpu_memory_utilization={generator.gpu_memory_utilization} gives the engine {budget / 1e9:.1f} "
+            f"GB, of which weights take {weights / 1e9:.1f}, working memory {working / 1e9:.1f} and CUDA graphs "
+            f"{graphs / 1e9:.1f}: a completion of {length} tokens with its prompt ({answer / 1e9:.2f} GB of keys and "
+            "values) does not fit into the rest"
         )
     lack = max(0.0, answer - cache)
     return EnginePlan(weights, working, max(0.0, cache), graphs, bytes_a_token, answers, wanted, shortage, lack)

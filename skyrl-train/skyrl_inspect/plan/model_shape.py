@@ -90,11 +90,11 @@ def load_model_config(path: str, setting: str, *, config_file: str | None = None
     from transformers import AutoConfig  # optional and heavy: errors of the command line need it not
 
     if config_file is not None and not Path(config_file).is_file():
-        raise ConfigError(f"--config-file {config_file}: there is no such file; give the config.json of {path}")
+        raise ConfigError(f"--config-file {config_file}: no such file; pass the config.json of {path}")
     source = config_file or path
     if config_file is None and (path.startswith(("/", ".", "~")) or Path(path).is_dir()):
         if not (Path(path) / "config.json").is_file():
-            raise ConfigError(f"{setting}={path}: there is no config.json in this folder; give the model's folder")
+            raise ConfigError(f"{setting}={path}: no config.json in this folder; use the model's folder")
         offline = True
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=config_file is None, local_files_only=offline)
@@ -103,8 +103,8 @@ def load_model_config(path: str, setting: str, *, config_file: str | None = None
         if config_file is not None or Path(path).is_dir():
             raise ConfigError(f"{source}: the config of {setting} cannot be loaded: {reason}") from error
         raise ConfigError(
-            f"{setting}={path} is no folder here, and its config.json is not in the cache of hub files: download it "
-            f"(hf download {path} config.json), or give the file with --config-file {path}=FILE"
+            f"{setting}={path} is not a local folder, and its config.json is not in the hub cache: download it (hf "
+            f"download {path} config.json), or pass the file with --config-file {path}=FILE"
         ) from error
 
 
@@ -123,7 +123,7 @@ def compute_model_shape(
         overrides: fields of the config to replace.
         is_critic: without an output layer over the vocabulary.
     """
-    import torch  # optional and heavy, as transformers: whoever plans from numbers needs neither
+    import torch  # optional and heavy, like transformers: planning from numbers needs neither
     from transformers import AutoModel, AutoModelForCausalLM
 
     from skyrl_train.models.weight_files import get_transformer_blocks

@@ -63,12 +63,12 @@ def _format_fitting_tokens(phase: Phase, usable: float) -> str:
 
 def _format_answers(engine: EnginePlan) -> str:
     if engine.shortage:
-        return f"an engine cannot hold one answer: {engine.shortage}"
+        return f"an engine cannot hold one completion: {engine.shortage}"
     rounds = -(-engine.wanted // max(1, engine.answers))
     waits = "all at once" if rounds == 1 else f"in {rounds} rounds at that length"
     return (
-        f"an engine holds {engine.answers} answers of full length at once ({engine.bytes_a_token / 1e3:.1f} kB of keys "
-        f"and values a token and device); a step has {engine.wanted} for it: {waits}"
+        f"an engine holds {engine.answers} completions of full length at once ({engine.bytes_a_token / 1e3:.1f} kB of "
+        f"keys and values a token and device); a step has {engine.wanted} for it: {waits}"
     )
 
 
@@ -99,11 +99,11 @@ def format_slow_step(time: StepTime, engine: EnginePlan | None) -> str:
     if time.total <= SLOW_STEP_SECONDS:
         return ""
     part = max(time.seconds, key=lambda name: time.seconds[name])
-    hint = "take more devices, or fewer samples a step"
+    hint = "use more devices, or fewer samples per step"
     if part == "generate" and engine is not None and engine.answers < engine.wanted:
         hint = (
-            f"an engine holds {engine.answers} of the {engine.wanted} completions that it gets: divide the model over "
-            "more devices (generator.inference_engine_tensor_parallel_size), add engines, or shorten completions"
+            f"an engine holds {engine.answers} of the {engine.wanted} completions that it receives: shard the model "
+            "over more devices (generator.inference_engine_tensor_parallel_size), add engines, or shorten completions"
         )
     return f", but a step takes {time.total / 3600:.1f} h, most of it in `{part}`: {hint}"
 
@@ -117,8 +117,8 @@ def format_undivided(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape], plan: 
         is_whole = weights >= 2 * shapes[role].parameters * 0.9
         if plan.device.kind == "cuda" and ranks > 1 and is_whole and weights > plan.device.usable / 4:
             lines.append(
-                f"the {NAMES[role]} is not divided: each of {ranks} ranks holds all {weights / 1e9:.0f} GB of its "
-                f"weights; divide it by trainer.{role}.{get_division_section(cfg)}, as the policy"
+                f"the {NAMES[role]} is not sharded: each of {ranks} ranks holds all {weights / 1e9:.0f} GB of its "
+                f"weights; shard it with trainer.{role}.{get_division_section(cfg)}, as the policy"
             )
     return lines
 

@@ -15,7 +15,7 @@ def load_shapes(
     """Return the shapes of a run's models.
 
     Args:
-        files: path of a model -> config.json to read in its place.
+        files: path of a model -> config.json to read instead.
         offline: take hub names from the local cache alone.
 
     Raises:

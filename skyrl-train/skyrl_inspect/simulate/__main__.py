@@ -75,19 +75,21 @@ def _build_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, nargs="?", help="a run folder; the options below are for use without one")
+    parser.add_argument(
+        "run", type=Path, nargs="?", help="a run folder; the options below are only for use without one"
+    )
     for name, kind, default, text in (
-        ("gpus", int, None, "GPUs to be split between engines and training"),
-        ("lengths", str, None, "histogram of tokens a sample: tokens:weight,tokens:weight,…"),
-        ("groups", int, None, "prompts of a training step"),
-        ("samples", int, 1, "samples of a prompt"),
+        ("gpus", int, None, "GPUs to split between engines and training"),
+        ("lengths", str, None, "histogram of tokens per sample: tokens:weight,tokens:weight,…"),
+        ("groups", int, None, "prompts per training step"),
+        ("samples", int, 1, "samples per prompt"),
         ("engines", int, 1, "number of engines"),
-        ("seconds-per-iteration", float, None, "of one decoding iteration"),
-        ("seconds-per-sequence", float, 0.0, "added to it by each sequence"),
-        ("max-sequences", int, 1024, "that an engine decodes at once"),
-        ("wait-seconds", float, 0.0, "of environments, a sample"),
-        ("step-seconds", float, None, "of a training step without generating and syncing"),
-        ("sync-seconds", float, 0.0, "for which a weight sync pauses the engines"),
+        ("seconds-per-iteration", float, None, "seconds of one decoding iteration"),
+        ("seconds-per-sequence", float, 0.0, "seconds that each sequence adds to it"),
+        ("max-sequences", int, 1024, "sequences that an engine decodes concurrently"),
+        ("wait-seconds", float, 0.0, "environment seconds per sample"),
+        ("step-seconds", float, None, "seconds of a training step without generation and weight sync"),
+        ("sync-seconds", float, 0.0, "seconds for which a weight sync pauses the engines"),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     return parser
@@ -119,7 +121,7 @@ def _build_workload(options: argparse.Namespace) -> Workload:
     """Build the workload that options describe. Raises ConfigError if one is missing or wrong."""
     for name in ("lengths", "groups", "seconds_per_iteration", "step_seconds"):
         if getattr(options, name) is None:
-            raise ConfigError(f"without a run folder --{name.replace('_', '-')} is needed")
+            raise ConfigError(f"--{name.replace('_', '-')} is required without a run folder")
     try:
         pairs = [entry.partition(":") for entry in options.lengths.split(",")]
         lengths, weights = [int(length) for length, _, _ in pairs], [float(weight or 1) for _, _, weight in pairs]

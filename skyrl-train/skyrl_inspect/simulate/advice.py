@@ -96,8 +96,9 @@ class Adviser:
         sample_size = self._mean(_SAMPLE_SIZE)
         if self._limits.max_staleness_steps and sample_size is not None and sample_size < _MIN_SAMPLE_SIZE:
             warnings.append(
-                f"{_SAMPLE_SIZE}={sample_size:.2f} says that the policy has left the one that generated, which can "
-                "cost reward: lower trainer.fully_async.max_staleness_steps, the learning rate or the updates of a step"
+                f"{_SAMPLE_SIZE}={sample_size:.2f} shows that the policy has diverged from the behavior policy, which "
+                "can reduce reward: lower trainer.fully_async.max_staleness_steps, the learning rate or the updates "
+                "of a step"
             )
         return warnings
 
@@ -112,8 +113,8 @@ class Adviser:
             return text + "both sides are busy"
         if trainer >= 1 - _IDLE:
             return text + (
-                "training is the bottleneck and engines idle: give some of their GPUs to training, or lower "
-                "trainer.fully_async.max_staleness_steps, which trains on newer tokens at the same speed"
+                "training is the bottleneck and engines are idle: move some of their GPUs to training, or lower "
+                "trainer.fully_async.max_staleness_steps to train on newer tokens at the same speed"
             )
         if slots < 1 - _IDLE:
             return text + "groups wait for slots: raise trainer.fully_async.max_staleness_steps"

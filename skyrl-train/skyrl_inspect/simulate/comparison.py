@@ -15,7 +15,7 @@ Schedule = tuple[Order, OnStale]
 SCHEDULES: tuple[Schedule, ...] = (("exact", "regenerate"), ("finished", "regenerate"), ("finished", "mask"))
 
 _NUM_DRAWS = 7
-"""Simulations of a schedule that generates groups anew."""
+"""Simulations of a schedule that regenerates groups."""
 
 _NEAR = 0.97
 """Share of the highest throughput from which a choice is as good."""
@@ -111,8 +111,8 @@ def _list_splits(workload: Workload, num_gpus: int | None) -> list[Costs]:
         return [costs]
     if not workload.has_engines:
         raise ConfigError(
-            "--gpus needs lengths of responses and the speed of an engine, and the folder of an asynchronous run has "
-            "durations of groups alone: give the folder of a synchronous run, or --lengths and --seconds-per-iteration"
+            "--gpus needs response lengths and the engine's speed, but the folder of an asynchronous run records "
+            "only durations of groups: pass the folder of a synchronous run, or --lengths and --seconds-per-iteration"
         )
     if num_gpus % costs.num_engines:
         raise ConfigError(f"--gpus {num_gpus} must be a multiple of the number of engines, {costs.num_engines}")

@@ -50,8 +50,8 @@ class Costs:
     """Time for which engines pause at each weight sync."""
 
     repeatability: float = 1.0
-    """Probability that a group which is generated anew takes as long as before; otherwise it takes as long as another
-    group. In a measured run: the share of the variance of samples' durations that lies between prompts."""
+    """Probability that a regenerated group takes as long as before; otherwise it takes as long as another
+    group. In a measured run: the fraction of the variance of samples' durations between prompts."""
 
 
 @dataclass
@@ -295,7 +295,7 @@ class Simulation:
         self._batch = None
         self._restart_stale()
         if self._scheduler.num_trained_steps % self._sync_every_steps:
-            self._go_on()
+            self._finish_step()
             return
         self._is_syncing = True
         self._pause(True)
@@ -305,9 +305,9 @@ class Simulation:
         self._is_syncing = False
         self._pause(False)
         self._scheduler.record_synced(self._scheduler.num_trained_steps)
-        self._go_on()
+        self._finish_step()
 
-    def _go_on(self) -> None:
+    def _finish_step(self) -> None:
         """Record the end of a step, and start what it allows."""
         self.run.step_ends.append(self._now)
         self._trainer_free_at = self._now

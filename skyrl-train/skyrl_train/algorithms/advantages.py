@@ -292,7 +292,7 @@ def gae_advantages(
         ValueError: `values` is None.
     """
     if values is None:
-        raise ValueError("gae needs the critic's values")
+        raise ValueError("gae needs values of the critic")
     actions = action_mask != 0
     returns = _compute_returns(token_level_rewards, response_mask != 0, actions, gamma, lambd, values)
     return normalize_advantages(returns - values, actions), returns

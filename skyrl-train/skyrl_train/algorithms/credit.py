@@ -44,7 +44,7 @@ def build_trajectory_matrix(
     cells = trajectory_B * num_steps + step_B
     mask = torch.bincount(cells, minlength=num_trajectories * num_steps)
     if (mask > 1).any():
-        raise ValueError("two rows of the batch are the same step of the same trajectory")
+        raise ValueError("the batch has two rows for the same step of the same trajectory")
     rewards = rewards_B.new_zeros(num_trajectories, num_steps)
     rewards[trajectory_B, step_B] = rewards_B
     return rewards, mask.view(num_trajectories, num_steps).to(rewards.dtype)

@@ -58,11 +58,11 @@ def token_weights(
         if reduction == "sequence_mean":
             return mask / (num_sequences * tokens_B1.clamp(min=1))
         if not max_seq_len:
-            raise ValueError("seq_mean_token_sum_norm divides by max_seq_len: give a positive number of tokens")
+            raise ValueError("seq_mean_token_sum_norm divides by max_seq_len, which must be greater than 0")
         return mask / (num_sequences * max_seq_len)
     if reduction == "prompt_mean":
         if index is None or len(index) != len(mask):
-            raise ValueError("prompt_mean averages over prompts: give the prompt of every sequence as `index`")
+            raise ValueError("prompt_mean averages over prompts: pass the prompt index of each sequence as `index`")
         tokens_B1, num_prompts = _sum_by_group(tokens_B1, index)
         return mask / (num_prompts * tokens_B1.clamp(min=1))
     raise ValueError(f"loss_reduction must be one of {', '.join(get_args(LossReduction))}; got {reduction!r}")

@@ -83,7 +83,7 @@ def compute_overlong_penalty(lengths: torch.Tensor, limit: int, buffer_len: int,
         ValueError: `buffer_len` is not positive.
     """
     if buffer_len <= 0:
-        raise ValueError(f"the buffer of the overlong penalty must have at least one token; got {buffer_len}")
+        raise ValueError(f"the overlong penalty needs buffer_len of at least 1 token; got {buffer_len}")
     # float64, so that lengths at the two limits give exactly 0 and exactly -factor.
     excess = (lengths.double() - (limit - buffer_len)) / buffer_len
     return (0.0 - factor * excess.clamp(0.0, 1.0)).float()

@@ -145,7 +145,11 @@ def list_registered_sections() -> dict[str, type[object]]:
         if not entry.name.isidentifier() or entry.name in declared or entry.name in sections:
             raise ConfigError(
                 f"'{entry.name}' cannot have settings, which would be trainer.algorithm.{entry.name}: "
-                + ("that is no name of a setting" if not entry.name.isidentifier() else "there is such a setting")
+                + (
+                    "the name is not a valid setting name"
+                    if not entry.name.isidentifier()
+                    else "a setting with this name exists already"
+                )
                 + "; register it under another name"
             )
         sections[entry.name] = entry.settings

@@ -53,7 +53,7 @@ class NotAbove:
         limit = getattr(section, self.other)
         if value is None or limit is None or value <= limit:
             return None
-        return f"={value} must not be above {name}.{self.other}={limit}: nothing would lie between them"
+        return f"={value} must not be above {name}.{self.other}={limit}: the range would be empty"
 
 
 def check_bounds(section: Any, name: str) -> None:

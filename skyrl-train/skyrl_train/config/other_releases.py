@@ -70,15 +70,16 @@ def _build_refusal(reason: str, *accepted: object) -> Refusal:
     return Refusal(reason, (False, None, *accepted))
 
 
-_NO_BALANCE = "the loss is the objective's alone, as in other runs that train by reinforcement; leave it out"
-_NO_PROFILE = "the policy alone is profiled: use trainer.policy.torch_profiler_config"
-_NO_MTP = "heads that predict several tokens are not trained"
-_ANY_LAYOUT = "checkpoints hold whole tensors, fit any layout, and are written by all ranks"
-_ASYNC = "checkpoints have one format; use trainer.ckpt_async=true, which writes them beside training"
+_NO_BALANCE = "the loss comes from the RL objective alone; remove the setting"
+_NO_PROFILE = "only the policy is profiled: use trainer.policy.torch_profiler_config"
+_NO_MTP = "multi-token prediction heads are not trained"
+_ANY_LAYOUT = "checkpoints hold full tensors, can be loaded in any layout, and are written by all ranks"
+_ASYNC = "checkpoints have one format; use trainer.ckpt_async=true to write them concurrently with training"
 _ROPE = "rotary embeddings of a loaded model are not changed; use model_config_kwargs"
-_NOT_TRAINED = "the reference model takes no optimizer step; leave it out"
+_NOT_TRAINED = "the reference model is not optimized; remove the setting"
 _STEPPED = (
-    "each data-parallel rank steps its part of the state on its GPU: use more of them, or trainer.strategy=deepspeed"
+    "each data-parallel rank keeps its shard of the optimizer state on its GPU: use more ranks, or "
+    "trainer.strategy=deepspeed"
 )
 
 _MEGATRON = {
@@ -95,19 +96,17 @@ _MEGATRON = {
     "moe_router_load_balancing_type": Refusal(_NO_BALANCE, ("none", None)),
     "moe_aux_loss_coeff": Refusal(_NO_BALANCE, (0, None)),
     "moe_grouped_gemm": Refusal(
-        "experts compute one by one, which is slower: its kernels are those of Transformer Engine",
+        "its kernels need Transformer Engine; experts are computed one by one, which is slower",
         (False, None),
         warned=(True,),
     ),
-    "moe_router_score_function": Refusal("it follows the model's config.json", (None, "softmax")),
-    "moe_router_enable_expert_bias": _build_refusal("it follows the model's config.json"),
+    "moe_router_score_function": Refusal("it is read from the model's config.json", (None, "softmax")),
+    "moe_router_enable_expert_bias": _build_refusal("it is read from the model's config.json"),
     "moe_router_dtype": Refusal(
         "routers compute in float32; use transformer_config_kwargs.moe_router_dtype to change it", ("fp32",)
     ),
-    "moe_enable_routing_replay": _build_refusal(
-        "routes are those of the policy alone: use trainer.policy.routing_replay"
-    ),
-    "moe_per_layer_logging": _build_refusal("loads of experts are logged over all layers"),
+    "moe_enable_routing_replay": _build_refusal("only the policy replays routes: use trainer.policy.routing_replay"),
+    "moe_per_layer_logging": _build_refusal("expert loads are logged aggregated over all layers"),
     "mtp_num_layers": Refusal(_NO_MTP, (0, None)),
     "mtp_loss_weight": Refusal(_NO_MTP, (0.1, None)),
     "mtp_loss_chunk_size": Refusal(_NO_MTP, (1024, None)),
@@ -124,49 +123,53 @@ _MEGATRON = {
 entries.
 """
 
-_COMPUTED = "it follows from other settings (batch sizes are those of `trainer`); leave it out"
-_LOGGED = "metrics go where trainer.logger says"
-_DEFAULT = "DeepSpeed's default is used; leave it out"
+_COMPUTED = "it is derived from other settings (batch sizes from `trainer`); remove it"
+_LOGGED = "trainer.logger selects where metrics are logged"
+_DEFAULT = "DeepSpeed's default is used; remove the setting"
 _DEEPSPEED = {
-    "train.compile": Refusal("DeepCompile is not built"),
-    "train.tensor_parallel": Refusal("tensor parallelism (AutoTP) is not built; use sequence_parallel_size or stage 3"),
-    "train.pipeline": Refusal("pipelines are not built; use trainer.strategy=megatron"),
-    "train.fp16": Refusal("loss scaling is not built; use trainer.bf16, which needs none"),
-    "train.fp16.enabled": _build_refusal("loss scaling is not built; use trainer.bf16, which needs none", "auto"),
+    "train.compile": Refusal("DeepCompile is not supported"),
+    "train.tensor_parallel": Refusal(
+        "tensor parallelism (AutoTP) is not supported; use sequence_parallel_size or stage 3"
+    ),
+    "train.pipeline": Refusal("pipeline parallelism is not supported; use trainer.strategy=megatron"),
+    "train.fp16": Refusal("loss scaling is not supported; use trainer.bf16, which does not need it"),
+    "train.fp16.enabled": _build_refusal(
+        "loss scaling is not supported; use trainer.bf16, which does not need it", "auto"
+    ),
     "train.amp": Refusal("NVIDIA's Apex is not used; use trainer.bf16"),
     "train.amp.enabled": _build_refusal("NVIDIA's Apex is not used; use trainer.bf16", "auto"),
     "train.bf16": Refusal("use trainer.bf16, and torch_autocast.enabled=false for bfloat16 parameters"),
     "train.bf16.enabled": Refusal(
         "use trainer.bf16, and torch_autocast.enabled=false for bfloat16 parameters", ("auto",)
     ),
-    "train.optimizer": Refusal("it is AdamW; use optimizer_config for its settings"),
+    "train.optimizer": Refusal("the optimizer is AdamW; configure it with optimizer_config"),
     "train.scheduler": Refusal("use optimizer_config.scheduler and num_warmup_steps"),
-    "train.checkpoint": Refusal("checkpoints are in a format of any strategy and number of ranks; leave it out"),
+    "train.checkpoint": Refusal("checkpoints can be loaded by any strategy and number of ranks; remove the setting"),
     "train.train_batch_size": Refusal(_COMPUTED, ("auto",)),
     "train.train_micro_batch_size_per_gpu": Refusal(_COMPUTED, ("auto",)),
     "train.gradient_accumulation_steps": Refusal(_COMPUTED, ("auto",)),
-    "train.steps_per_print": Refusal("it changes a line in the logs of workers", None),
-    "train.dump_state": _build_refusal("it is not built"),
-    "train.memory_breakdown": _build_refusal("it is not built"),
-    "train.prescale_gradients": _build_refusal("use prescale_gradient, which is SkyRL's name of it"),
+    "train.steps_per_print": Refusal("it only changes a log line of workers", None),
+    "train.dump_state": _build_refusal("it is not supported"),
+    "train.memory_breakdown": _build_refusal("it is not supported"),
+    "train.prescale_gradients": _build_refusal("use prescale_gradient, the name of the setting in SkyRL"),
     "train.gradient_predivide_factor": Refusal("gradients are averaged over all ranks", (1,)),
-    "train.communication_data_type": Refusal("gradients are reduced in the format that they have", (None,)),
+    "train.communication_data_type": Refusal("gradients are reduced in their own dtype", (None,)),
     "train.sparse_gradients": _build_refusal("gradients of embeddings are dense"),
     "train.zero_allow_untested_optimizer": Refusal("the optimizer is torch's AdamW", (True, False)),
     "train.zero_force_ds_cpu_optimizer": _build_refusal("the optimizer is torch's AdamW"),
     "train.activation_checkpointing": Refusal("use trainer.gradient_checkpointing"),
-    "train.flops_profiler": Refusal("profiles are not built"),
-    "train.flops_profiler.enabled": _build_refusal("profiles are not built"),
-    "train.comms_logger": Refusal("profiles are not built"),
-    "train.comms_logger.enabled": _build_refusal("profiles are not built"),
+    "train.flops_profiler": Refusal("profiling is not supported"),
+    "train.flops_profiler.enabled": _build_refusal("profiling is not supported"),
+    "train.comms_logger": Refusal("profiling is not supported"),
+    "train.comms_logger.enabled": _build_refusal("profiling is not supported"),
     **{f"train.{name}": Refusal(_LOGGED) for name in ("tensorboard", "wandb", "comet", "csv_monitor")},
     **{f"train.{name}.enabled": _build_refusal(_LOGGED) for name in ("tensorboard", "wandb", "comet", "csv_monitor")},
     **{
-        f"train.{name}": Refusal("it is not built")
+        f"train.{name}": Refusal("it is not supported")
         for name in ("elasticity", "autotuning", "compression_training", "data_efficiency", "hybrid_engine", "aio")
     },
     "train.zero_optimization.overlap_comm": Refusal(
-        "stage 3 overlaps, stages 1 and 2 reduce when the step is taken; leave it out"
+        "stage 3 overlaps communication; stages 1 and 2 reduce at the optimizer step; remove the setting"
     ),
     "train.zero_optimization.contiguous_gradients": Refusal(_DEFAULT, (True,)),
     "train.zero_optimization.allgather_partitions": Refusal(_DEFAULT, (True,)),
@@ -174,23 +177,25 @@ _DEEPSPEED = {
     "train.zero_optimization.reduce_scatter": Refusal(_DEFAULT, (True,)),
     "train.zero_optimization.ignore_unused_parameters": Refusal(_DEFAULT, (True,)),
     "train.zero_optimization.load_from_fp32_weights": Refusal(_DEFAULT, (True,)),
-    "train.zero_optimization.elastic_checkpoint": _build_refusal("checkpoints fit any number of ranks"),
+    "train.zero_optimization.elastic_checkpoint": _build_refusal("checkpoints can be loaded on any number of ranks"),
     "train.zero_optimization.stage3_gather_16bit_weights_on_model_save": Refusal(
         "exports gather all weights", (True, False)
     ),
-    "train.zero_optimization.cpu_offload": _build_refusal("use offload_optimizer.device=cpu, which has replaced it"),
-    "train.zero_optimization.zero_quantized_nontrainable_weights": _build_refusal("quantized ZeRO++ is not built"),
-    "train.zero_optimization.mics_shard_size": Refusal("MiCS is not built; use trainer.strategy=fsdp2", (-1,)),
-    "train.zero_optimization.zenflow": Refusal("ZenFlow is not built", (None,)),
-    "eval.gradient_clipping": Refusal("what only scores has no gradients", None),
-    "eval.prescale_gradient": Refusal("what only scores has no gradients", None),
-    "eval.data_types": Refusal("what only scores has no gradients", None),
-    "eval.wall_clock_breakdown": _build_refusal("it is not built for what only scores"),
-    "eval.zero_optimization.offload_optimizer": Refusal("what only scores has no optimizer", None),
+    "train.zero_optimization.cpu_offload": _build_refusal("use its replacement, offload_optimizer.device=cpu"),
+    "train.zero_optimization.zero_quantized_nontrainable_weights": _build_refusal("quantized ZeRO++ is not supported"),
+    "train.zero_optimization.mics_shard_size": Refusal("MiCS is not supported; use trainer.strategy=fsdp2", (-1,)),
+    "train.zero_optimization.zenflow": Refusal("ZenFlow is not supported", (None,)),
+    "eval.gradient_clipping": Refusal("models that only score have no gradients", None),
+    "eval.prescale_gradient": Refusal("models that only score have no gradients", None),
+    "eval.data_types": Refusal("models that only score have no gradients", None),
+    "eval.wall_clock_breakdown": _build_refusal("it is not supported for models that only score"),
+    "eval.zero_optimization.offload_optimizer": Refusal("models that only score have no optimizer", None),
 }
 """Settings of DeepSpeed's JSON by their names in the shared groups; entries of `train` are also refused in `eval`."""
 
-_NO_QUANTIZATION = "training for quantized weights is not built; give the engines weights in generator.model_dtype"
+_NO_QUANTIZATION = (
+    "quantization-aware training is not supported; set the weight dtype of engines with generator.model_dtype"
+)
 _QUANTIZATION = {
     "fake_int4_qat.enabled": _build_refusal(_NO_QUANTIZATION),
     "fake_int4_qat.group_size": Refusal(_NO_QUANTIZATION, (32,)),
@@ -200,13 +205,15 @@ _QUANTIZATION = {
     "fake_int4_qat.bf16_base_path": Refusal(_NO_QUANTIZATION, (None,)),
     "fake_int4_qat": Refusal(_NO_QUANTIZATION),
 }
-_ONE_ADAPTER = "a run trains one adapter, and engines make room for its versions; for many adapters use skyrl-tx"
+_ONE_ADAPTER = (
+    "a run trains one adapter, and engines allocate slots for its versions; for several adapters use skyrl-tx"
+)
 _ADAPTERS = {
     "lora.lora_sync_path": Refusal("use generator.weight_sync_directory for adapters", ("/tmp/skyrl_lora_sync",)),
     "lora.max_loras": Refusal(_ONE_ADAPTER, (1,)),
     "lora.max_cpu_loras": Refusal(_ONE_ADAPTER, (None,)),
 }
-_NO_ADAPTERS = "the reference model is the base without adapters; use trainer.policy.model.lora"
+_NO_ADAPTERS = "the reference model is the base model without adapters; use trainer.policy.model.lora"
 _ADAPTERS_OF_REFERENCE = {
     "lora": Refusal(_NO_ADAPTERS),
     "lora.rank": Refusal(_NO_ADAPTERS, (0,)),
@@ -216,15 +223,17 @@ _ADAPTERS_OF_REFERENCE = {
     "lora.exclude_modules": Refusal(_NO_ADAPTERS, (None,)),
     "lora.init_method": Refusal(_NO_ADAPTERS, ("kaiming",)),
 }
-_PRECISION = "use trainer.bf16: it computes in bfloat16, and adds gradients up in float32"
+_PRECISION = "use trainer.bf16: it computes in bfloat16 and accumulates gradients in float32"
 _SHARDING = {
     "fsdp_config.mixed_precision": Refusal(_PRECISION, (None,)),
     "fsdp_config.mixed_precision.param_dtype": Refusal(_PRECISION, ("bf16",)),
     "fsdp_config.mixed_precision.reduce_dtype": Refusal(_PRECISION, ("fp32",)),
     "fsdp_config.mixed_precision.buffer_dtype": Refusal(_PRECISION, ("fp32",)),
-    "fsdp_config.wrap_policy": Refusal("every block of a model is sharded by itself; leave it out", (None,)),
+    "fsdp_config.wrap_policy": Refusal("every transformer block is sharded separately; remove the setting", (None,)),
 }
-_LANGUAGE_MODEL = Refusal("models read text alone, of one with images its language model", (True, False))
+_LANGUAGE_MODEL = Refusal(
+    "only text models are supported; of a vision-language model, its language model is used", (True, False)
+)
 
 _ENGINE = {
     "model_dtype": "model_dtype",
@@ -253,12 +262,12 @@ _ENGINE = {
 }
 """Setting of `generator.inference_engine` -> setting of `generator`."""
 
-_NO_DISAGGREGATION = "every engine both reads prompts and generates; use generator.num_inference_engines"
+_NO_DISAGGREGATION = "every engine does both prefill and decode; use generator.num_inference_engines"
 
 OTHER_RELEASES: dict[str, Entry] = {
-    "data.dataloader.num_workers": Refusal("rows are read from memory, without loader processes", (None, 0), None),
+    "data.dataloader.num_workers": Refusal("rows are read from memory without loader processes", (None, 0), None),
     "data.dataloader.persistent_workers": Refusal(
-        "rows are read from memory, without loader processes", (False,), warned=(True,)
+        "rows are read from memory without loader processes", (False,), warned=(True,)
     ),
     **{
         f"trainer.{model}.model.{name}": refusal
@@ -271,10 +280,10 @@ OTHER_RELEASES: dict[str, Entry] = {
         for model in ("policy", "critic", "ref")
         for name, refusal in _SHARDING.items()
     },
-    "trainer.policy.record_memory": _build_refusal("CUDA's history of memory is not recorded"),
+    "trainer.policy.record_memory": _build_refusal("the CUDA memory history is not recorded"),
     "trainer.policy.language_model_only": _LANGUAGE_MODEL,
     "trainer.policy.inference_only_init": _build_refusal(
-        "use skyrl_train.entrypoints.main_generate, which trains nothing"
+        "use skyrl_train.entrypoints.main_generate to evaluate without training"
     ),
     **{f"trainer.policy.megatron_config.{name}": refusal for name, refusal in _MEGATRON.items()},
     "trainer.policy.megatron_config.moe_enable_routing_replay": Moved(
@@ -312,7 +321,7 @@ OTHER_RELEASES: dict[str, Entry] = {
     "trainer.ref.megatron_config.empty_cuda_cache": Refusal(_NOT_TRAINED, (True, False)),
     "trainer.algorithm.temperature": Repeated(
         "generator.sampling_params.temperature",
-        "log-probs of training are those of the distribution that was sampled from",
+        "training computes log-probs under the distribution that was sampled from",
         (None,),
     ),
     "trainer.algorithm.dppo.dppo_type": Moved("trainer.algorithm.dppo.divergence"),
@@ -329,12 +338,13 @@ OTHER_RELEASES: dict[str, Entry] = {
     "trainer.max_tokens_per_microbatch": Unset((-1,)),
     "trainer.remove_microbatch_padding": Moved("trainer.use_sample_packing"),
     "trainer.recompute_old_logprobs_per_minibatch": Refusal(
-        "log-probs at the start of a step are computed in the micro-batches of training, so that first ratios are 1",
+        "log-probs at the start of a step are computed in the micro-batches of training, so that the "
+        "first ratios are 1",
         (True,),
         warned=(False,),
     ),
     "trainer.fused_lm_head_logprob": Refusal(
-        "logits are never whole: use trainer.logprobs_chunk_size for their size", (True, False)
+        "logits are computed in chunks: set their size with trainer.logprobs_chunk_size", (True, False)
     ),
     "trainer.fused_lm_head_logprob_backend": Refusal(
         "log-probs are computed by torch; trainer.policy.use_torch_compile fuses its kernels",
@@ -347,7 +357,7 @@ OTHER_RELEASES: dict[str, Entry] = {
     "trainer.log_example_interval": Moved("trainer.print_example_interval", accepted=(-1, 0)),
     "trainer.rope_scaling": Refusal(_ROPE, (None,)),
     "trainer.rope_theta": Refusal(_ROPE, (None,)),
-    "trainer.num_dummy_steps": Refusal("the full-context memory check is not built"),
+    "trainer.num_dummy_steps": Refusal("the full-context memory check is not supported"),
     **{f"generator.inference_engine.{name}": Moved(f"generator.{here}") for name, here in _ENGINE.items()},
     "generator.inference_engine.language_model_only": Moved(
         "generator.engine_init_kwargs.language_model_only", accepted=(False,)
@@ -359,29 +369,30 @@ OTHER_RELEASES: dict[str, Entry] = {
         "trainer.policy.routing_replay", ((True, "R3"),), (False,)
     ),
     "generator.inference_engine.use_expandable_segments": _build_refusal(
-        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True where the run starts: its processes get it"
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment that starts the run; "
+        "its processes inherit it"
     ),
     "generator.inference_engine.distributed_executor_backend": Refusal(
-        "an engine of several GPUs has a process for each, on one machine", ("ray", "mp")
+        "an engine with several GPUs runs one process per GPU, on one machine", ("ray", "mp")
     ),
     "generator.inference_engine.enable_pd": _build_refusal(_NO_DISAGGREGATION),
     "generator.inference_engine.num_prefill": Refusal(_NO_DISAGGREGATION, (0,)),
     "generator.inference_engine.router_init_kwargs": Refusal(
-        "the trainer's client spreads requests over engines, and keeps a conversation on its engine; leave it out"
+        "the trainer's client balances requests over engines and keeps a conversation on one engine; remove the setting"
     ),
-    "generator.use_cache_salt": Refusal("prefixes of other weights are never used by a new request", (True,)),
+    "generator.use_cache_salt": Refusal("new requests never reuse cached prefixes of older weights", (True,)),
     "generator.external_proxy_url": Refusal("use generator.remote_inference_engine_urls", (None,)),
     "generator.external_server_urls": Refusal("use generator.remote_inference_engine_urls", (None,)),
     "generator.override_existing_update_group": Refusal(
-        "an engine that is connected anew leaves its former group; leave it out", ("auto", "enable")
+        "an engine that reconnects leaves its previous group; remove the setting", ("auto", "enable")
     ),
     "generator.async_engine": Refusal(
-        "engines always serve requests asynchronously; leave it out", (True,), warned=(False,)
+        "engines always serve requests asynchronously; remove the setting", (True,), warned=(False,)
     ),
-    "generator.batched": Refusal("engines batch what arrives together", (True, False)),
-    "generator.vllm_v1_disable_multiproc": Refusal("vLLM engines have processes of their own", (True, False)),
+    "generator.batched": Refusal("engines use continuous batching", (True, False)),
+    "generator.vllm_v1_disable_multiproc": Refusal("vLLM engines run in separate processes", (True, False)),
     "generator.enable_ray_prometheus_stats": Refusal(
-        "metrics of engines do not go through Ray: they are in metrics.jsonl and trainer.logger", (True, False)
+        "engine metrics are not exported through Ray: they are in metrics.jsonl and trainer.logger", (True, False)
     ),
     "generator.rope_scaling": Refusal(_ROPE, (None,)),
     "generator.rope_theta": Refusal(_ROPE, (None,)),
@@ -392,21 +403,21 @@ OTHER_RELEASES: dict[str, Entry] = {
         for section in ("sampling_params", "eval_sampling_params")
         for name, unset in {"additional_kwargs": Unset(), "logprobs": Unset((1,))}.items()
     },
-    "generator.vision_language_generator": _build_refusal("models read text alone"),
-    "generator.miniswe_config_path": Refusal("the mini-SWE-agent example has other settings; see examples/"),
-    "generator.miniswe_traj_dir": Refusal("the mini-SWE-agent example has other settings; see examples/"),
+    "generator.vision_language_generator": _build_refusal("only text models are supported"),
+    "generator.miniswe_config_path": Refusal("the mini-SWE-agent example has its own settings; see examples/"),
+    "generator.miniswe_traj_dir": Refusal("the mini-SWE-agent example has its own settings; see examples/"),
     **{f"deepspeed_config.{name}": refusal for name, refusal in _DEEPSPEED.items()},
 }
 """Setting, or section that holds it -> its name here, or the reason for its refusal."""
 
-_NVME = {"nvme": "parameters and optimizer state on disk are not built; use cpu"}
+_NVME = {"nvme": "offloading parameters and optimizer state to disk is not supported; use cpu"}
 REFUSED_CHOICES: dict[str, dict[str, str]] = {
     "deepspeed_config.train.zero_optimization.offload_param.device": _NVME,
     "deepspeed_config.train.zero_optimization.offload_optimizer.device": _NVME,
     "deepspeed_config.eval.zero_optimization.offload_param.device": _NVME,
     "trainer.policy.megatron_config.moe_token_dispatcher_type": {
-        "allgather": "it needs equally many tokens on every rank, and packed rows differ; use alltoall",
-        "flex": "the libraries that it needs are not used; use alltoall",
+        "allgather": "it needs the same number of tokens on every rank, and packed rows differ in length; use alltoall",
+        "flex": "its libraries are not installed; use alltoall",
     },
 }
 """Setting -> choice of other releases -> reason for the refusal and the alternative."""
@@ -432,8 +443,8 @@ def translate_settings(values: Mapping[str, Any], defaults: Callable[[], Mapping
             expected = _get_value(settings, entry.setting, _get_value(defaults(), entry.setting, None))
             if value != expected:
                 raise ConfigError(
-                    f"{name}={_format_value(value)} is refused: {entry.reason}; it must be {entry.setting}="
-                    f"{_format_value(expected)}, or left out"
+                    f"{name}={_format_value(value)} is refused: {entry.reason}; it must be "
+                    f"{entry.setting}={_format_value(expected)}, or be removed"
                 )
     return settings
 
@@ -480,8 +491,8 @@ def _move(
         section = section.setdefault(part, {})
     if key in section and section[key] not in (value, _get_value(defaults(), target, value)):
         raise ConfigError(
-            f"{origin} means {target}={_format_value(value)}, which is {_format_value(section[key])}: "
-            "leave one of them out"
+            f"{origin} means {target}={_format_value(value)}, which is {_format_value(section[key])}: remove one of "
+            "them"
         )
     section[key] = value
 

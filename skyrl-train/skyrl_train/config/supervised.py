@@ -153,5 +153,6 @@ def check_unread_settings(config: SupervisedConfig) -> None:
         if not is_read and getattr(section, leaf.name) != defaults[name]:
             kind = "preference" if isinstance(config, PreferenceConfig) else "supervised"
             raise ConfigError(
-                f"{name}={getattr(section, leaf.name)!r} is not read by {kind} training; leave it at {defaults[name]!r}"
+                f"{name}={getattr(section, leaf.name)!r} has no effect in {kind} training; keep it at "
+                f"{defaults[name]!r}"
             )

@@ -55,7 +55,7 @@ def build(config_type: type[T], values: Mapping[str, object], name: str = "", ro
     Raises ConfigError on an unknown name (with the nearest valid one below `root`) and on a value of the wrong type.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{name} is a section of settings; got {values!r}")
+        raise ConfigError(f"{name} must be a section of settings; got {values!r}")
     root = root or config_type
     hints = get_type_hints(config_type, include_extras=True)
     declared = {field.name: field for field in dataclasses.fields(config_type) if not _is_merged(field)}  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def resolve_references(config: object) -> None:
 
     def resolve_value(name: str, path: tuple[str, ...]) -> object:
         if name in path:
-            raise ConfigError(f"settings refer to each other in a circle: {' -> '.join((*path, name))}")
+            raise ConfigError(f"circular references between settings: {' -> '.join((*path, name))}")
         value = config
         for part in name.split("."):
             if not dataclasses.is_dataclass(value) or not hasattr(value, part):
@@ -279,7 +279,7 @@ def _build_wrong_value_error(annotation: object, value: object, name: str) -> Co
         return ConfigError(reason)
     hint = ""
     if isinstance(value, str) and annotation in (int, float, bool) and re.fullmatch(r"[-+\d.eE]+|true|false", value):
-        hint = " (text; write it without quotes)"
+        hint = " (a string; write it without quotes)"
     return ConfigError(f"{name} must be {describe_expectation(annotation)}; got {value!r}{hint}")
 
 

@@ -50,16 +50,17 @@ def validate_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") -> SkyRLCo
     """
     config = validate_generator_cfg(cfg)
     check_positive(config, ("trainer.epochs", "trainer.max_training_steps", "trainer.update_epochs_per_batch"))
-    check_rule(bool(config.data.train_data), "data.train_data is empty; name at least one training set")
+    check_rule(bool(config.data.train_data), "data.train_data is empty; set it to at least one training set")
     check_rule(
         config.generator.model_name == config.trainer.policy.model.path,
-        f"generator.model_name={config.generator.model_name!r} must be trainer.policy.model.path="
-        f"{config.trainer.policy.model.path!r}: engines receive the policy's weights; leave generator.model_name out",
+        f"generator.model_name={config.generator.model_name!r} must be "
+        f"trainer.policy.model.path={config.trainer.policy.model.path!r}: engines receive the policy's weights; "
+        "remove generator.model_name",
     )
     check_rule(
         config.generator.sampling_params.temperature > 0,
-        f"generator.sampling_params.temperature={config.generator.sampling_params.temperature} must be greater than 0: "
-        "greedy answers to one prompt are all the same, so there is nothing to learn from them",
+        f"generator.sampling_params.temperature={config.generator.sampling_params.temperature} must be greater than "
+        "0: greedy responses to one prompt are identical, so their rewards do not differ",
     )
     replace_deprecated_settings(config)
     replace_deprecated_async_settings(config)
@@ -115,7 +116,7 @@ def validate_supervised_cfg(cfg: "Mapping[str, Any] | DictConfig", config_type: 
     )
     for name, section in trainer.algorithm.sections.items():
         check_bounds(section, f"trainer.algorithm.{name}")
-    check_rule(bool(settings.data.train_data), "data.train_data is empty; name at least one training set")
+    check_rule(bool(settings.data.train_data), "data.train_data is empty; set it to at least one training set")
     check_rule(settings.data.max_length > 0, f"data.max_length must be greater than 0; got {settings.data.max_length}")
     check_packing(config)
     check_paths(config)
@@ -138,8 +139,8 @@ def _resolve_automatic_choices(config: SkyRLConfig) -> None:
     device = config.trainer.placement.resolve_device()
     check_rule(
         not (device == "cpu" and config.generator.weight_sync_backend == "nccl"),
-        "generator.weight_sync_backend=nccl needs GPUs, but models run on the CPU (trainer.placement.device="
-        f"{config.trainer.placement.device}); use auto or gloo",
+        "generator.weight_sync_backend=nccl needs GPUs, but models are placed on the CPU "
+        f"(trainer.placement.device={config.trainer.placement.device}); use auto or gloo",
     )
     config.trainer.placement.device = device
     check_backend(config.generator)

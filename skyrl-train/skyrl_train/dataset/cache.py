@@ -3,7 +3,7 @@
 A file is named by a fingerprint of everything that determines its content (the source's content, tokenizer, chat
 template, settings, versions, this code), and is written atomically: concurrent runs write the same file one after the
 other. Datasets of `datasets` would infer types of JSON columns again (rows would change), hide errors of a row behind
-their own, and parallelize by forking next to a tokenizer's threads. Knows no chat messages.
+their own, and parallelize by forking next to a tokenizer's threads. Independent of chat messages.
 """
 
 import errno
@@ -97,17 +97,17 @@ class RowCache:
             DataError: no disk space.
         """
         if fingerprint is None:
-            logger.info("{}: not cached, as the tokenizer's code cannot be read to tell whether it changed", label)
+            logger.info("{}: not cached, because the tokenizer's source cannot be read to detect changes", label)
             return _build_temporary_rows(label, build)
         path = self.folder / f"{fingerprint}.arrow"
         try:
             found = ArrowRows.open(path)
-            logger.info("{}: {} tokenized rows are in the cache, {}", label, len(found), path)
+            logger.info("{}: {} tokenized rows read from the cache {}", label, len(found), path)
             return found
         except FileNotFoundError:
             pass
         except (OSError, pa.ArrowInvalid) as error:
-            logger.warning("{}: {} cannot be read and is written anew ({})", label, path, error)
+            logger.warning("{}: {} cannot be read and will be rewritten ({})", label, path, error)
         started = time.monotonic()
         # No lock: a concurrent run that builds the same rows writes a separate file, and the last one stays. Earlier
         # mapped files exist until their last reader exits.
@@ -121,12 +121,12 @@ class RowCache:
             if error.errno in _NO_SPACE:
                 raise _build_no_space_error(label, self.folder, error) from error
             logger.warning(
-                "{}: the cache {} cannot be written ({}), so the next start tokenizes again; set {} to another folder",
+                "{}: the cache {} cannot be written ({}), so the next run tokenizes again; set {} to another folder",
                 label, self.folder, error, SETTING,
             )  # fmt: skip
             return _build_temporary_rows(label, build)
         seconds = time.monotonic() - started
-        logger.info("{}: tokenized in {:.1f} s, kept in {} ({:.1f} MB)", label, seconds, path, size / 1e6)
+        logger.info("{}: tokenized in {:.1f} s, cached in {} ({:.1f} MB)", label, seconds, path, size / 1e6)
         return ArrowRows.open(path)
 
     def summary(self, rows: str | None, name: str, compute: Callable[[], JsonObject]) -> JsonObject:
@@ -185,8 +185,8 @@ def _build_temporary_rows(label: str, build: Callable[[], Iterator[pa.RecordBatc
 
 def _build_no_space_error(label: str, folder: object, error: OSError) -> DataError:
     return DataError(
-        f"{label}: the tokenized rows cannot be written into {folder} ({error}); free space there, or set {SETTING} to "
-        "a folder on another disk"
+        f"{label}: tokenized rows cannot be written into {folder} ({error}); free disk space, or set {SETTING} to a "
+        "folder on another disk"
     )
 
 

@@ -34,7 +34,7 @@ class PromptDataLoader:
 
     def __init__(self, dataset: Dataset, batch_size: int, shuffle: bool, drop_last: bool, seed: int) -> None:
         if batch_size < 1:
-            raise ConfigError(f"the batch size of a dataloader must be at least 1; got {batch_size}")
+            raise ConfigError(f"batch_size must be at least 1; got {batch_size}")
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -45,8 +45,8 @@ class PromptDataLoader:
         self._orders: dict[int, list[int]] = {}
         if len(self) == 0:
             raise DataError(
-                f"the dataset has {len(dataset)} prompts, fewer than one batch of {batch_size}; lower the batch size "
-                "(trainer.train_batch_size), or raise trainer.max_prompt_length if it dropped prompts"
+                f"the dataset has {len(dataset)} prompts, fewer than one batch of {batch_size}; lower "
+                "trainer.train_batch_size, or raise trainer.max_prompt_length if it dropped prompts"
             )
 
     def __len__(self) -> int:
@@ -114,7 +114,8 @@ class PromptDataLoader:
         epoch, batches_consumed = state["epoch"], state["batches_consumed"]
         if epoch < 0 or not 0 <= batches_consumed <= len(self):
             raise CheckpointError(
-                f"the saved dataloader position is batch {batches_consumed} of epoch {epoch}, but an epoch now has "
-                f"{len(self)} batches: the data, trainer.train_batch_size or trainer.max_prompt_length have changed"
+                f"the saved dataloader position is batch {batches_consumed} of epoch {epoch}, but an epoch has "
+                f"{len(self)} batches: the data, trainer.train_batch_size or trainer.max_prompt_length changed since "
+                "the checkpoint"
             )
         self.epoch, self.batches_consumed = epoch, batches_consumed

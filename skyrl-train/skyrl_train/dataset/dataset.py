@@ -1,4 +1,4 @@
-"""Prompts from files or the hub, as rows for a generator. Knows no batches and no epochs."""
+"""Prompts from files or the hub, as rows for a generator. Independent of batches and epochs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -65,19 +65,19 @@ class PromptDataset:
         self.env_class_key = env_class_key
         self.sources = [datasets] if isinstance(datasets, str) else list(datasets)
         if not self.sources:
-            raise DataError("there is no dataset to read; set data.train_data (or data.val_data) to a list of files")
+            raise DataError("no datasets given; set data.train_data (or data.val_data) to a list of files")
         self._cache = RowCache(cache_dir)
         self._fingerprints: list[str | None] = []
         rows = ArrowRows.concatenated([self._tokenize_source(source) for source in self.sources])
         lengths = rows.column(LENGTH)
         kept = np.flatnonzero(lengths <= max_prompt_length)
         logger.info(
-            "{}: {} prompts, {} dropped for being over {} tokens (the longest has {})",
+            "{}: {} prompts, {} dropped because they exceed {} tokens (the longest has {})",
             ", ".join(self.sources), len(kept), len(lengths) - len(kept), max_prompt_length, lengths.max(),
         )  # fmt: skip
         if not len(kept):
             raise DataError(
-                f"no row of {', '.join(self.sources)} is left: all {len(lengths)} prompts have more than "
+                f"all {len(lengths)} prompts of {', '.join(self.sources)} exceed "
                 f"trainer.max_prompt_length={max_prompt_length} tokens"
             )
         self.rows: Sequence[Row] = PromptRows(rows, kept, prompt_key)

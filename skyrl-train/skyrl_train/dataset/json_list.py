@@ -1,4 +1,4 @@
-"""Streaming reader of a JSON list: a file of one list may be larger than memory. Knows no rows."""
+"""Streaming reader of a JSON list: a file of one list may be larger than memory. Independent of dataset rows."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def iter_list_items(file: TextIO) -> Iterator[object]:
         while reader.take(",]") == ",":
             yield reader.item()
     if rest := reader.next_character():
-        raise ValueError(f"{rest!r} follows the end of the list")
+        raise ValueError(f"{rest!r} found after the end of the list")
 
 
 class _ListReader:
@@ -50,7 +50,9 @@ class _ListReader:
         found = self.next_character()
         if not found or found not in expected:
             what = repr(found) if found else "the end of the file"
-            raise ValueError(f"after {self._num_items} items of a list comes {what}, not {' or '.join(expected)}")
+            raise ValueError(
+                f"after {self._num_items} items of the list, found {what}, expected {' or '.join(expected)}"
+            )
         self._place += 1
         return found
 
@@ -64,7 +66,7 @@ class _ListReader:
             except json.JSONDecodeError as error:
                 is_cut = error.msg.startswith("Unterminated") or error.pos >= len(self._text) - _LONGEST_WORD
                 if self._is_complete or not is_cut:
-                    raise ValueError(f"item {self._num_items} of a list is not JSON: {error.msg}") from error
+                    raise ValueError(f"item {self._num_items} of the list is not valid JSON: {error.msg}") from error
             else:
                 # A number at the end of the chunk may continue: 1 of 1e-3.
                 is_cut = isinstance(value, int | float) and not self._text[end : end + 3].strip("+-.eE")

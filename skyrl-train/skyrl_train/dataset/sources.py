@@ -1,4 +1,4 @@
-"""Rows of files and of hub datasets, read in chunks. Knows no tokenizer."""
+"""Rows of files and of hub datasets, read in chunks. Independent of tokenizers."""
 
 import hashlib
 import json
@@ -73,7 +73,7 @@ class FileSource:
         self._name = name
         self._path = Path(name).expanduser()
         if not self._path.is_file():
-            raise DataError(f"{name}: there is no such file (looked for {self._path.absolute()})")
+            raise DataError(f"{name}: no such file (looked for {self._path.absolute()})")
         self._state = self._get_stat()
 
     def digest(self) -> tuple[str, int | None]:
@@ -96,7 +96,7 @@ class FileSource:
                 raise
             raise DataError(f"{self._name}: cannot be read: {error}") from error
         if self._get_stat() != self._state:  # the digest may belong to other rows
-            raise DataError(f"{self._name}: the file was changed while it was read; start again when it is complete")
+            raise DataError(f"{self._name}: the file changed while it was read; restart when it is complete")
 
     def _get_stat(self) -> tuple[int, int, int]:
         found = self._path.stat()
@@ -116,8 +116,8 @@ class HubSource:
             found = datasets.load_dataset(name)
         except (OSError, ValueError, DatasetsError) as error:
             raise DataError(
-                f"{source}: cannot be loaded as a dataset of the hub ({error}). "
-                f"(A file must end with one of {', '.join(FILE_SUFFIXES)}.)"
+                f"{source}: cannot be loaded as a hub dataset ({error}). (A file must end with one of "
+                f"{', '.join(FILE_SUFFIXES)}.)"
             ) from error
         if split not in found:
             raise DataError(f"{source}: Split `{split}` not found; the dataset has {', '.join(map(str, found))}")
@@ -167,7 +167,7 @@ def _split_batch(name: str, batch: pa.RecordBatch) -> Iterator[tuple[list[Row], 
     """Split a batch of large rows. An Arrow file has one dictionary per column: dictionaries are decoded, because
     batches have different ones."""
     if reserved := sorted({*batch.schema.names} & {*OWN_COLUMNS}):
-        raise DataError(f"{name}: the column name {reserved[0]!r} is reserved for tokenized rows; rename the column")
+        raise DataError(f"{name}: the column name {reserved[0]!r} is reserved for tokenized rows; rename it")
     types = [(field.name, t.value_type if pa.types.is_dictionary(t := field.type) else t) for field in batch.schema]
     batch = batch.cast(pa.schema(types))
     num_rows = max(1, int(batch.num_rows * _CHUNK_BYTES / max(_CHUNK_BYTES, batch.nbytes)))

@@ -1,4 +1,4 @@
-"""Demonstrations and preference pairs as token ids, with a mask of trained tokens. Knows no batches and no workers."""
+"""Demonstrations and preference pairs as token ids with a training mask. Independent of batches and workers."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +75,7 @@ class SupervisedDataset(Sequence[Item]):
         with_pairs: bool = False,
     ) -> None:
         if not sources:
-            raise DataError("there is no dataset to read; set data.train_data to a list of files")
+            raise DataError("no datasets given; set data.train_data to a list of files")
         self.sources = list(sources)
         self._config = config
         self._encoder = Encoder(tokenizer, config)
@@ -87,7 +87,7 @@ class SupervisedDataset(Sequence[Item]):
         described = ", ".join(f"{count} dropped: {why}" for why, count in dropped.items() if count) or "none dropped"
         logger.info("{}: {} examples, {}", ", ".join(sources), len(self), described)
         if not len(self):
-            raise DataError(f"no example of {', '.join(sources)} is left ({described})")
+            raise DataError(f"no usable example in {', '.join(sources)} ({described})")
 
     def __len__(self) -> int:
         return len(self._places)
@@ -117,10 +117,10 @@ class SupervisedDataset(Sequence[Item]):
         # Truncated ones train up to the limit; overlong dropped ones count for that reason only.
         is_long = (lengths > limit).any(axis=1) & (self._config.too_long == "drop")
         is_empty = ~is_long & (first_learnt >= limit).any(axis=1)
-        reasons = {f"over data.max_length={limit} tokens": is_long, "no token to learn": is_empty}
+        reasons = {f"more than data.max_length={limit} tokens": is_long, "no token to train on": is_empty}
         if self._with_pairs:  # their loss is always log 2, without a gradient
             is_same = self._rows.column("difference")[::size] >= limit
-            reasons["no difference between chosen and rejected"] = ~is_long & ~is_empty & is_same
+            reasons["chosen and rejected are equal"] = ~is_long & ~is_empty & is_same
         places = np.flatnonzero(~np.any([*reasons.values()], axis=0)) * size
         return places, {why: int(flags.sum()) for why, flags in reasons.items()}
 
@@ -192,7 +192,7 @@ class SupervisedDataset(Sequence[Item]):
             )
         if (kind == "preference") != self._with_pairs:
             other = "main_dpo" if kind == "preference" else "main_sft"
-            raise DataError(f"{where} is of format {kind}, which skyrl_train.entrypoints.{other} trains on")
+            raise DataError(f"{where} has format {kind}; train on it with skyrl_train.entrypoints.{other}")
         return kind
 
 
@@ -206,8 +206,8 @@ class Encoder:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: SupervisedDataConfig) -> None:
         if not tokenizer.is_fast:
             raise ConfigError(
-                "supervised training needs a fast tokenizer, which says where each token stands in the text; "
-                f"{type(tokenizer).__name__} is none: save the model with one (tokenizer.json)"
+                "supervised training needs a fast tokenizer, which reports the character offsets of tokens; "
+                f"{type(tokenizer).__name__} is not: save the model with a fast tokenizer (tokenizer.json)"
             )
         self.tokenizer = tokenizer
         self._train_on = config.train_on
@@ -325,11 +325,11 @@ def _parse_tools(tools: object, where: str) -> list[JsonObject] | None:
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise DataError(f"{where}: tools is text that is not JSON ({error}); got {tools[:60]!r}") from error
+            raise DataError(f"{where}: tools is not valid JSON ({error}); got {tools[:60]!r}") from error
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: tools must be a list of schemas, or one as JSON text; got {str(tools)[:120]}")
+        raise DataError(f"{where}: tools must be a list of schemas, or its JSON text; got {str(tools)[:120]}")
     return tools
 
 
@@ -358,8 +358,8 @@ def _merge_with_prompt(prompt: ConversationType, value: object, where: str) -> C
         return [*prompt, *messages[len(user_part) :]]
     if prompt and messages[0]["role"] not in ("assistant", "tool"):
         raise DataError(
-            f"{where} begins with a message of the {messages[0]['role']} that is not the one of prompt: give the "
-            "assistant's messages alone, or the whole conversation with the same prompt"
+            f"{where} begins with a message of the {messages[0]['role']} that differs from prompt: give only the "
+            "assistant's messages, or the full conversation with the same prompt"
         )
     return [*prompt, *messages]
 

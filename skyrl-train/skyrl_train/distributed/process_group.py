@@ -40,7 +40,8 @@ def init_process_group(
         # Two models with several ranks in one process would confuse each other's collectives and hang.
         if world_size != 1 or dist.get_world_size() != 1:
             raise RuntimeError(
-                f"rank {rank} of {world_size} cannot join a group: its process is in one of {dist.get_world_size()}"
+                f"rank {rank} of {world_size} cannot create a process group: its process already belongs "
+                f"to one of size {dist.get_world_size()}"
             )
         return
     # Not `env://`: a child process that inherits RANK and MASTER_PORT (a tool, an experiment tracker) would act as a

@@ -109,5 +109,5 @@ def get_row_range(tensor: torch.Tensor) -> tuple[int, int]:
     if not isinstance(tensor, DTensor):
         return 0, tensor.shape[0] if tensor.dim() else 1
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    assert tuple(sizes[1:]) == tuple(tensor.shape[1:]), f"a tensor that is divided by rows was expected: {sizes}"
+    assert tuple(sizes[1:]) == tuple(tensor.shape[1:]), f"expected a tensor sharded by rows; got sizes {sizes}"
     return offsets[0], offsets[0] + sizes[0]

@@ -48,7 +48,7 @@ class SequenceParallel:
         """
         length = x.shape[dim]
         if length % self.size:
-            raise ValueError(f"{self.size} ranks cannot share {length} positions: pad to a multiple")
+            raise ValueError(f"{length} positions cannot be split over {self.size} ranks: pad to a multiple")
         return x.narrow(dim, self.rank * (length // self.size), length // self.size)
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -104,7 +104,7 @@ def build_sequence_parallel(size: int, timeout_seconds: float = 600.0) -> Sequen
         return None
     # Every rank creates all groups, also those without it, in the same order.
     group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=timeout_seconds))
-    assert isinstance(group, dist.ProcessGroup), "new_subgroups puts every rank into one"
+    assert isinstance(group, dist.ProcessGroup), "new_subgroups assigns every rank to a group"
     return SequenceParallel(group)
 
 

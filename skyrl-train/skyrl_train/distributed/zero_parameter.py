@@ -9,7 +9,7 @@ def is_zero_parameter(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "ds_id")
 
 
-def get_whole_shape(tensor: torch.Tensor) -> torch.Size:
+def get_full_shape(tensor: torch.Tensor) -> torch.Size:
     """Return the shape of the whole parameter."""
     return getattr(tensor, "ds_shape", tensor.shape)
 

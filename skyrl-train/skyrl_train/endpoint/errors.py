@@ -42,8 +42,8 @@ class ContextLengthExceeded(ApiError):
 
     def __init__(self, num_tokens: int, max_model_len: int, param: str):
         message = (
-            f"This model's maximum context length is {max_model_len} tokens, prompt and answer together; your prompt "
-            f"has {num_tokens} tokens. Please shorten it."
+            f"This model's maximum context length is {max_model_len} tokens, including prompt and completion; your "
+            f"prompt has {num_tokens} tokens. Please shorten it."
         )
         super().__init__(400, message, param=param, code="context_length_exceeded")
         self.num_tokens = num_tokens
@@ -59,24 +59,24 @@ def build_too_busy_error(num_under_way: int, limit: int) -> ApiError:
     """Build the error of a request above the limit of responses in flight; OpenAI's clients retry it automatically."""
     return ApiError(
         429,
-        f"{num_under_way} answers are under way, of at most {limit} (generator.http_endpoint_max_requests); send the "
-        "request again later",
+        f"{num_under_way} completions are in flight, the limit is {limit} (generator.http_endpoint_max_requests); "
+        "retry later",
         code="too_many_requests",
     )
 
 
 def build_timeout_error() -> ApiError:
     """Build the error of a request past its deadline."""
-    return ApiError(504, "the engine did not answer in time (generator.request_timeout_seconds)", code="timeout")
+    return ApiError(504, "the engine did not respond in time (generator.request_timeout_seconds)", code="timeout")
 
 
 def convert_engine_error(error: Exception) -> ApiError:
     """Convert an engine error to an ApiError."""
     if isinstance(error, UnsupportedByEngine):
-        return build_refusal(f"the engine cannot do this: {error}", code="unsupported_by_engine")
+        return build_refusal(f"not supported by the engine: {error}", code="unsupported_by_engine")
     if isinstance(error, WorkerError | RolloutError):
         logger.error(f"the endpoint's engine failed: {error}")  # the end of the log is internal
-        return ApiError(503, "the engine failed or is not reachable; try again later", code="engine_unavailable")
+        return ApiError(503, "the engine failed or is not reachable; retry later", code="engine_unavailable")
     if isinstance(error, TimeoutError):
         return build_timeout_error()
     if isinstance(error, ValueError) and not isinstance(error, SkyRLError):
@@ -88,5 +88,5 @@ def build_internal_error(error: Exception) -> ApiError:
     """Build the response to an unexpected exception. The traceback is logged, not sent to the client."""
     if isinstance(error, ApiError):
         return error
-    logger.opt(exception=error).error("the endpoint failed at a request")
-    return ApiError(500, f"the server failed at this request ({type(error).__name__}); its log says more")
+    logger.opt(exception=error).error("the endpoint failed to handle a request")
+    return ApiError(500, f"internal server error ({type(error).__name__}); see the server's log")

@@ -40,7 +40,9 @@ class EndpointKeys:
         """
         sessions = sorted({session for key in given if (session := self._parse_session(key)) is not None})
         if len(sessions) > 1:
-            raise ApiError(403, f"the keys are of two sessions, {sessions[0]!r} and {sessions[1]!r}; send one of them")
+            raise ApiError(
+                403, f"the request has the keys of two sessions, {sessions[0]!r} and {sessions[1]!r}; send one of them"
+            )
         if sessions:  # also next to the server's key: each header may hold one
             return sessions[0]
         if self._api_key is None and not any(key.startswith(_PREFIX) for key in given):
@@ -49,7 +51,7 @@ class EndpointKeys:
             return None
         raise ApiError(
             401,
-            "the key is not the server's, nor that of a session; send it as `Authorization: Bearer KEY` or as "
+            "the key is neither the server's nor a session's; send it as `Authorization: Bearer KEY` or as "
             "`x-api-key: KEY`",
             code="invalid_api_key",
         )

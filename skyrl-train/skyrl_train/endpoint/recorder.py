@@ -96,7 +96,7 @@ class _Session:
 
     def use_up(self, budget: str, limit: int) -> ApiError:
         self.used_up = budget
-        message = f"the trajectory's budget of {limit} {budget} is used up; it ends here"
+        message = f"the trajectory's budget of {limit} {budget} is exhausted; it ends here"
         return ApiError(403, message, code="budget_exhausted")
 
 
@@ -209,14 +209,15 @@ class RequestRecorder:
                 self._close(name)
                 self.num_dropped_sessions += 1
                 logger.warning(
-                    f"the recorder holds more than {self._max_bytes} bytes that nobody took: dropped session {name!r}"
+                    f"the recorder holds more than {self._max_bytes} bytes of uncollected samples: "
+                    f"evicted session {name!r}"
                 )
 
     def _get_open_session(self, session: str) -> _Session:
         if (opened := self._sessions.get(session)) is not None:
             return opened
         if self._begun_only:
-            raise ApiError(403, f"the session {session!r} is not open: its trajectory has ended", code="ended")
+            raise ApiError(403, f"session {session!r} is closed: its trajectory has ended", code="ended")
         return self._sessions.setdefault(session, _Session())
 
     def _close(self, session: str) -> _Session | None:

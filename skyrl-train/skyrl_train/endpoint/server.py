@@ -155,7 +155,7 @@ class EndpointServer:
     @property
     def url(self) -> str:
         """Base URL for clients, set by `start`."""
-        assert self._socket is not None, "start() comes first"
+        assert self._socket is not None, "call start() first"
         host, port = self._socket.getsockname()[:2]
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or str(host)
         return f"http://[{reachable}]:{port}/v1" if ":" in reachable else f"http://{reachable}:{port}/v1"
@@ -175,12 +175,12 @@ class EndpointServer:
             ConfigError: the port is in use, or the address is not local.
         """
         if self._task is not None:
-            raise RuntimeError("the endpoint runs already")
+            raise RuntimeError("the endpoint is already running")
         self._socket = _open_socket(self._host, self._port)
         if not self._has_key and not _is_loopback(self._socket):
             logger.warning(
-                f"the endpoint listens on {self._host} without a key: whoever reaches that address can use the engines "
-                "and read what they answer. Use generator.http_endpoint_host=127.0.0.1, or set a key."
+                f"the endpoint listens on {self._host} without a key: anyone who can reach this address can use the "
+                "engines and read their completions. Use generator.http_endpoint_host=127.0.0.1, or set a key."
             )
         config = uvicorn.Config(
             self._app,
@@ -240,7 +240,7 @@ def _open_socket(host: str, port: int) -> socket.socket:
         # With the protocol named: asyncio switches Nagle's algorithm off only then, and a used connection is fast.
         sock = socket.socket(family, kind, socket.IPPROTO_TCP)
     except OSError as error:
-        raise ConfigError(f"generator.http_endpoint_host={host!r} is no address: {error}") from error
+        raise ConfigError(f"generator.http_endpoint_host={host!r} is not a valid address: {error}") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -249,8 +249,8 @@ def _open_socket(host: str, port: int) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"generator.http_endpoint_port={port} is taken on {host}; end what listens there, or give another port "
-                "(0: any free one)"
+                f"generator.http_endpoint_port={port} is in use on {host}; stop the process that listens there, or "
+                "set another port (0: any free one)"
             ) from error
         raise ConfigError(
             f"the endpoint cannot listen on generator.http_endpoint_host={host!r}, "
@@ -325,7 +325,7 @@ def _suggest_path(path: str) -> str:
     if path.startswith("/s//"):
         return "; the URL names no session: it must be /s/NAME/v1 (EndpointServer.session_url)"
     if path.startswith("/v1/v1/"):
-        return "; the client adds /v1 by itself: leave it out of its base URL"
+        return "; the client appends /v1: remove it from its base URL"
     if path in ("/chat/completions", "/completions", "/responses", "/models"):
         return "; the client's base URL must end in /v1"
     return ""

@@ -42,6 +42,6 @@ def _get_generator_class(cfg: GeneratorConfig) -> "type[SkyRLAgentGenerator | Ha
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"generator.task={cfg.task} needs the package skyrl-agent ({error.name} is not installed); install it, or "
-            "leave generator.task out"
+            "remove generator.task"
         ) from error
     return SkyRLAgentGenerator

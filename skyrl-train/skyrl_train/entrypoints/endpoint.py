@@ -36,7 +36,7 @@ def build_endpoint(
 async def listening(server: EndpointServer) -> AsyncIterator[EndpointServer]:
     """Run the server during the block, in the current event loop."""
     await server.start()
-    logger.info(f"the engines are at {server.url}")
+    logger.info(f"engines are served at {server.url}")
     try:
         yield server
     finally:

@@ -144,7 +144,7 @@ def build_remote_engines(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -
             engines.append(build_remote_engine(cfg.generator, url, tokenizer, cfg.generator.backend))
         except WorkerError as error:
             raise ConfigError(
-                f"generator.remote_inference_engine_urls: {error}\nStart the server (docs/engines.md tells how), or "
-                "correct its address"
+                f"generator.remote_inference_engine_urls: {error}\nStart the server (see docs/engines.md), or correct "
+                "its address"
             ) from error
     return engines

@@ -81,8 +81,8 @@ class BasePPOExp:
         self.cfg = self.validate(cfg)
         if self.cfg.trainer.distillation.is_on and not self.has_teachers:
             raise ConfigError(
-                "trainer.distillation.teachers is not read here; distil with "
-                "python -m skyrl_train.entrypoints.main_distill, which takes the same settings, or leave it out"
+                "trainer.distillation.teachers has no effect in this entry point; use python -m "
+                "skyrl_train.entrypoints.main_distill, which has the same settings, or remove it"
             )
         validate_environments(self.cfg)
         check_models(self.cfg, self.sampling_sections)
@@ -126,8 +126,8 @@ class BasePPOExp:
         dataset = self.read_prompts(self.cfg.data.train_data)
         if len(dataset) < self.cfg.trainer.train_batch_size:
             raise DataError(
-                f"data.train_data has {len(dataset)} usable prompts, fewer than trainer.train_batch_size="
-                f"{self.cfg.trainer.train_batch_size}: give more prompts or a smaller batch"
+                f"data.train_data has {len(dataset)} usable prompts, fewer than "
+                f"trainer.train_batch_size={self.cfg.trainer.train_batch_size}: add prompts or lower the batch size"
             )
         return dataset
 
@@ -256,8 +256,8 @@ def warn_of_unused_environment(cfg: SkyRLConfig, dataset: PromptDataset | None) 
     others = sorted({str(name) for name in dataset.find_distinct_values(dataset.env_class_key) if name} - {chosen})
     if others:
         logger.warning(
-            f"environment.env_class={chosen} is not used for rows whose env_class is {', '.join(others)}: a row's own "
-            "wins. Remove the column to use the setting for all"
+            f"environment.env_class={chosen} is not used for rows whose env_class is {', '.join(others)}: the row's "
+            "value takes precedence. Remove the column to use the setting for all rows"
         )
 
 
@@ -285,8 +285,8 @@ def _acquire_run(cfg: SkyRLConfig) -> Iterator[Path]:
             configure_logging(path)
         except OSError as error:
             raise ConfigError(
-                f"trainer.run_dir={path.parents[1]} or trainer.log_path={trainer.log_path} cannot be written: {error}; "
-                "give a folder that you may write to, and room in it"
+                f"trainer.run_dir={path.parents[1]} or trainer.log_path={trainer.log_path} cannot be written: "
+                f"{error}; use a writable folder with free space"
             ) from error
         yield path
 
@@ -329,12 +329,12 @@ def run_experiment(
         logger.error("{}", "\n".join([f"{type(error).__name__}: {error}", *notes]))
         sys.exit(1)
     except KeyboardInterrupt:
-        logger.warning("told to stop; the same command goes on from the newest checkpoint, if there is one")
+        logger.warning("stop requested; the same command resumes from the newest checkpoint, if any")
         sys.exit(128 + signal.SIGINT)
     except Exception as error:  # user code may raise anything
         log_traceback(error)
-        remedy = "\nmake room and give the same command again: it resumes exactly" if is_full_disk(error) else ""
-        logger.error("{}{}\nwhole traceback: {}", described(error), remedy, log_path)
+        remedy = "\nfree disk space and run the same command again: it resumes exactly" if is_full_disk(error) else ""
+        logger.error("{}{}\nfull traceback: {}", described(error), remedy, log_path)
         sys.exit(1)
     finally:
         shutdown_ray()

@@ -61,7 +61,7 @@ class DistillationExp(BasePPOExp):
         settings = self.cfg.trainer.distillation
         if not settings.is_on:
             raise ConfigError(
-                f"{NAME}.teachers is empty; name a teacher, such as {NAME}.teachers.main.model=FOLDER_OR_HUB_NAME"
+                f"{NAME}.teachers is empty; set a teacher, such as {NAME}.teachers.main.model=FOLDER_OR_HUB_NAME"
             )
         student = model_config(self.cfg.trainer.policy.model.path, "trainer.policy.model.path")
         self.vocab_sizes: list[int] = [student.get_text_config().vocab_size]
@@ -83,7 +83,7 @@ class DistillationExp(BasePPOExp):
             if not teacher.urls:
                 raise
             # The server's tokenizer was compared with the student's on texts; only sizes are unknown.
-            logger.info("{} is not available locally, only at its server: {}", setting, error)
+            logger.info("{} is available only at its server, not locally: {}", setting, error)
             return self.vocab_sizes[0]
         if not (teacher.engines or teacher.urls):
             check = TrainingBackendRegistry.get_requirements(self.cfg.trainer.strategy).check_model_config
@@ -101,7 +101,7 @@ class DistillationExp(BasePPOExp):
         if settings.tokens == "top_k" and settings.top_k >= most:
             raise ConfigError(
                 f"{NAME}.top_k={settings.top_k} must be below the {most} tokens of the smallest vocabulary (teachers "
-                f"and student); use fewer, or {NAME}.tokens=full"
+                f"and student); lower it, or use {NAME}.tokens=full"
             )
         num_top = settings.top_k if settings.tokens == "top_k" else most
         rows = self.cfg.trainer.train_batch_size * generator.n_samples_per_prompt
@@ -168,13 +168,14 @@ def check_same_vocabulary(
     special = [token for token in student.all_special_tokens if theirs.get(token) != ours.get(token)]
     differing = [*special, *sorted(token for token in ours | theirs if ours.get(token) != theirs.get(token))]
     shown = "; ".join(
-        f"{token!r} is {_describe_id(ours, token)} and {_describe_id(theirs, token)}"
+        f"{token!r}: {_describe_id(ours, token)} and {_describe_id(theirs, token)}"
         for token in _describe_first(differing)
     )
     raise ConfigError(
-        f"{setting}.model={path} has another vocabulary than the student (trainer.policy.model.path): {len(theirs)} "
-        f"and {len(ours)} tokens, of which {len(set(differing))} have another id, with student and teacher: {shown}. "
-        "Distillation compares the probabilities of ids; use a teacher of the student's model family"
+        f"{setting}.model={path} and the student (trainer.policy.model.path) have different vocabularies: "
+        f"{len(theirs)} and {len(ours)} tokens, of which {len(set(differing))} have different ids (student and "
+        f"teacher): {shown}. Distillation compares probabilities by token id; use a teacher of the student's model "
+        "family"
     )
 
 

@@ -33,7 +33,7 @@ class EvalOnlyEntrypoint(BasePPOExp):
     def get_eval_dataset(self) -> PromptDataset:
         """Return the prompts of `data.val_data`, for any `eval_interval`."""
         if not self.cfg.data.val_data:
-            raise ConfigError("data.val_data is empty: there is nothing to evaluate on")
+            raise ConfigError("data.val_data is empty; set it to the datasets to evaluate on")
         return self.read_prompts(self.cfg.data.val_data)
 
     def get_inference_client(self) -> InferenceEngineClient:

@@ -20,9 +20,7 @@ _TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepie
 _NUM_PROBES = 50
 """Approximate number of vocabulary words that `load_tokenizer` checks."""
 
-_HUB_HINT = (
-    "check its spelling, the network, HF_TOKEN (for models that ask for one) and HF_HUB_OFFLINE, or give a folder"
-)
+_HUB_HINT = "check the spelling, the network, HF_TOKEN (for gated models) and HF_HUB_OFFLINE, or use a local folder"
 
 
 SAMPLING = ("sampling_params", "eval_sampling_params")
@@ -77,7 +75,9 @@ def load_tokenizer(
     _check_folder(path, setting)
     folder = Path(path)
     if folder.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in folder.iterdir()):
-        raise ConfigError(f"{setting}={path}: the folder has no tokenizer (tokenizer.json, or files of an older form)")
+        raise ConfigError(
+            f"{setting}={path}: the folder has no tokenizer (tokenizer.json, or files of an older format)"
+        )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, trust_remote_code=True, use_fast=use_fast, **options
@@ -86,8 +86,8 @@ def load_tokenizer(
         raise ConfigError(_build_loading_error(path, setting, "tokenizer", error)) from error
     if tokenizer.is_fast and not use_fast:
         raise ConfigError(
-            f"trainer.disable_fast_tokenizer=true: transformers {transformers.__version__} has no Python form of "
-            f"{type(tokenizer).__name__}, the tokenizer of {path}; set it to false"
+            f"trainer.disable_fast_tokenizer=true: transformers {transformers.__version__} has no slow (Python) "
+            f"version of {type(tokenizer).__name__}, the tokenizer of {path}; set it to false"
         )
     _check_kind(tokenizer, folder, setting)
     if not folder.is_dir():
@@ -118,31 +118,33 @@ def _check_kind(tokenizer: PreTrainedTokenizerBase, folder: Path, setting: str) 
     if given != ids and file.decode(ids) == text and file.decode(given) != text:
         raise ConfigError(
             f"{setting}={folder}: transformers {transformers.__version__} loads this folder's tokenizer as "
-            f"{type(tokenizer).__name__}, because of model_type in config.json, and loses text: {text[:40]!r} becomes "
-            f"{file.decode(given)[:40]!r}, though tokenizer.json keeps it. Save a tokenizer of that class, or choose a "
-            "model_type that has no tokenizer class of its own (such as qwen3)"
+            f"{type(tokenizer).__name__}because of model_type in config.json, and loses text: {text[:40]!r} becomes "
+            f"{file.decode(given)[:40]!r}, though tokenizer.json keeps it. Save a tokenizer of that class, or choose "
+            "a model_type that has no tokenizer class of its own (such as qwen3)"
         )
 
 
 def _check_folder(path: str, setting: str) -> None:
     folder = Path(path)
     if folder.is_file():
-        raise ConfigError(f"{setting}={path} is a file; give the model's folder (with config.json), or a hub name")
+        raise ConfigError(f"{setting}={path} is a file; use the model's folder (with config.json) or a hub name")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             content = ", ".join(sorted(child.name for child in folder.iterdir())[:8]) or "nothing"
-            raise ConfigError(f"{setting}={path} is no model: the folder has no config.json; it holds {content}")
+            raise ConfigError(f"{setting}={path} is not a model: the folder has no config.json; it contains {content}")
         return
     if path.startswith(("/", ".", "~")) or (path.count("/") != 1 and "/" in path):
         hint = "; ~ is not expanded here" if path.startswith("~") else ""
-        raise ConfigError(f"{setting}={path}: there is no such folder (looked for {folder.absolute()}{hint})")
+        raise ConfigError(f"{setting}={path}: no such folder (looked for {folder.absolute()}{hint})")
 
 
 def _build_loading_error(path: str, setting: str, what: str, error: Exception) -> str:
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if Path(path).is_dir():
         return f"{setting}={path}: the {what} in this folder cannot be loaded: {reason}"
-    return f"{setting}={path} is no folder here, and cannot be loaded from the Hugging Face hub: {reason} {_HUB_HINT}"
+    return (
+        f"{setting}={path} is not a local folder, and cannot be loaded from the Hugging Face hub: {reason} {_HUB_HINT}"
+    )
 
 
 def _check_lengths(cfg: SkyRLConfig, policy: object, sections: Sequence[str]) -> None:
@@ -156,14 +158,15 @@ def _check_lengths(cfg: SkyRLConfig, policy: object, sections: Sequence[str]) ->
         if length >= limit:
             raise ConfigError(
                 f"generator.{name}.max_generate_length={length} must be below the model's context of {limit} tokens "
-                f"({source}), which holds the prompt, too; with trainer.max_prompt_length="
-                f"{cfg.trainer.max_prompt_length}, at most {max(1, limit - cfg.trainer.max_prompt_length)} always fit"
+                f"({source}), which includes the prompt; with "
+                f"trainer.max_prompt_length={cfg.trainer.max_prompt_length}, at most "
+                f"{max(1, limit - cfg.trainer.max_prompt_length)} always fit"
             )
         if generator.max_input_length + length > limit:
             logger.warning(
-                f"generator.max_input_length={generator.max_input_length} and generator.{name}.max_generate_length="
-                f"{length} add up to more than the model's context of {limit} tokens ({source}): answers to long "
-                "prompts are cut short"
+                f"generator.max_input_length={generator.max_input_length} and "
+                f"generator.{name}.max_generate_length={length} add up to more than the model's context of {limit} "
+                f"tokens ({source}): responses to long prompts will be truncated"
             )
 
 

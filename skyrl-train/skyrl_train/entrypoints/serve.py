@@ -50,7 +50,7 @@ async def _run_until_signal(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase
         asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await serving
-    logger.info("told to stop; the engines are closed")
+    logger.info("stop requested; the engines are closed")
 
 
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)

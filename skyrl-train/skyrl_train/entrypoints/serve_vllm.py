@@ -33,17 +33,17 @@ def build_server_command(arguments: Sequence[str], environment: Mapping[str, str
     parser = argparse.ArgumentParser(
         prog="serve_vllm", description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
-    parser.add_argument("--api-key-file", help="a file whose one line is the key that clients must send")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--api-key-file", help="file with one line: the key that clients must send")
     ours, others = parser.parse_known_args(arguments)
     given = dict(environment) | _ENVIRONMENT
     if ours.api_key_file is not None:
         given[ENGINE_API_KEY] = read_key_file(ours.api_key_file, "--api-key-file")
     if not is_loopback(ours.host) and not given.get(ENGINE_API_KEY):
         raise ConfigError(
-            f"--host={ours.host} is reached from other machines, and whoever reaches the server could call any method "
-            "of its workers: give it a key by --api-key-file FILE (head -c 32 /dev/urandom | base64 > FILE), and the "
-            "trainer the same one by generator.remote_inference_engine_api_key_file=FILE"
+            f"--host={ours.host} can be reached from other machines, where anyone could call any method of the "
+            "server's workers: set a key by --api-key-file FILE (head -c 32 /dev/urandom | base64 > FILE), and give "
+            "the trainer the same key by generator.remote_inference_engine_api_key_file=FILE"
         )
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", ours.host]
     command += [

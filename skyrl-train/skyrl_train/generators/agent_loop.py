@@ -81,7 +81,7 @@ class EngineSession:
             raise RolloutError("model", f"the engine refused the request: {error}") from error
         except Exception as error:  # any error of a Ray actor, HTTP server or library
             if isinstance(error, TimeoutError) and timeout.expired():
-                what = f"did not answer within generator.request_timeout_seconds={self.timeout_seconds:g}"
+                what = f"did not respond within generator.request_timeout_seconds={self.timeout_seconds:g}"
                 what += await asyncio.to_thread(write_explanation, f"an engine {what}")
             else:
                 what = f"raised {type(error).__name__}: {error}"
@@ -93,7 +93,7 @@ class EngineSession:
             raise RolloutError("infrastructure", "the engine aborted the request")
         if completion.log_probs is None and self.sampling_params.get("logprobs") is not None:
             raise RolloutError(
-                "infrastructure", "the engine gave no log-probs though sampling_params.logprobs asks for them"
+                "infrastructure", "the engine returned no log-probs though sampling_params.logprobs requests them"
             )
         self.turn_lengths.append(len(completion.token_ids))
 

@@ -42,7 +42,7 @@ class BatchMetadata:
     batch with the same number is sampled the same. None: `global_step`."""
 
     weight_version: int | None = None
-    """Version of the weights that the engines should have by now; None if nobody gave them any."""
+    """Version of the weights that the engines should have by now; None if they have received none."""
 
     @property
     def seed(self) -> int | None:
@@ -92,7 +92,9 @@ def request_rollouts(generator: GeneratorInterface, input_batch: GeneratorInput)
             return generator.generate_groups(input_batch)
         if "generate" in vars(cls):
             return GeneratorInterface.generate_groups(generator, input_batch)
-    raise TypeError(f"{type(generator).__name__} is no generator: it has neither `generate` nor `generate_groups`")
+    raise TypeError(
+        f"{type(generator).__name__} is not a generator: it defines neither `generate` nor `generate_groups`"
+    )
 
 
 def get_trajectory_ids(input_batch: GeneratorInput) -> list[TrajectoryID]:

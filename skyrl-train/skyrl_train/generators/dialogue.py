@@ -29,7 +29,7 @@ class ResponseTokens:
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
-    kept: KeptTokens = field(default_factory=lambda: KeptTokens.whole_vocabulary(0))
+    kept: KeptTokens = field(default_factory=lambda: KeptTokens.full_vocabulary(0))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -46,7 +46,7 @@ class ResponseTokens:
         self.loss_mask += [1] * len(ids)
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
         self.weight_versions += weight_versions
-        self._append_kept_tokens(kept or KeptTokens.whole_vocabulary(len(ids)))
+        self._append_kept_tokens(kept or KeptTokens.full_vocabulary(len(ids)))
 
     def append_context(self, ids: list[int]) -> None:
         """Append tokens that the model did not generate: from the environment, the template or this generator."""
@@ -54,7 +54,7 @@ class ResponseTokens:
         self.loss_mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
         self.weight_versions += [NO_VERSION] * len(ids)
-        self._append_kept_tokens(KeptTokens.whole_vocabulary(len(ids)))
+        self._append_kept_tokens(KeptTokens.full_vocabulary(len(ids)))
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
@@ -308,7 +308,8 @@ class RetokenizedDialogue(Dialogue):
         ids, mask = self.chat.get_ids_and_generated_mask(self.messages[: self._num_messages])
         if ids[: len(self.prompt_ids)] != self.prompt_ids:
             raise RolloutError(
-                "environment", "the chat template rewrote the prompt when an answer followed it; use another template"
+                "environment",
+                "the chat template changed the prompt after a response was appended; use another template",
             )
         return ids[len(self.prompt_ids) :], mask[len(self.prompt_ids) :]
 
@@ -318,8 +319,8 @@ class RetokenizedDialogue(Dialogue):
         if len(spans) != len(self.turns):
             raise RolloutError(
                 "environment",
-                f"the chat template marks {len(spans)} answers where the model wrote {len(self.turns)}; "
-                "it must put each in a generation block",
+                f"the chat template marks {len(spans)} responses, but the model generated {len(self.turns)}; it must "
+                "put each one in a generation block",
             )
         turn_rewards = []
         for (start, end), (completion, reward) in zip(spans, self.turns, strict=True):
@@ -345,6 +346,6 @@ def _find_runs_of_ones(mask: list[int]) -> list[tuple[int, int]]:
 def _log_encoded_action_warning() -> None:
     """Log a warning once per process."""
     logger.warning(
-        "an environment replaced the model's text by a postprocessed_action that is not a beginning of it: the model "
-        "is not trained on those tokens (loss mask 0). Let the environment end its turn with a stop string instead."
+        "an environment replaced the model's text by a postprocessed_action that is not a prefix of it: these tokens "
+        "are not trained (loss mask 0). Let the environment end its turn with a stop string instead."
     )

@@ -96,7 +96,7 @@ class DaemonThreads:
     @contextlib.asynccontextmanager
     async def _acquire_slot(self) -> AsyncIterator[None]:
         slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_workers))
-        with waiting("a free one", on=THREADS) if slots.locked() else contextlib.nullcontext():
+        with waiting("a free thread", on=THREADS) if slots.locked() else contextlib.nullcontext():
             began, computed = time.monotonic(), time.process_time()
             await slots.acquire()
             self._record_wait(time.monotonic() - began, time.process_time() - computed)
@@ -113,7 +113,7 @@ class DaemonThreads:
         if self._waited_seconds > LONG_WAIT_SECONDS and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "calls of environments waited {:.0f} s for one of {} threads so far, while this process was idle: set "
+                "environment calls have waited {:.0f} s for one of {} threads while this process was idle: set "
                 "environment.skyrl_gym.max_env_workers to the number of rollouts in flight",
                 self._waited_seconds,
                 self.max_workers,
@@ -243,7 +243,7 @@ class EnvironmentSession:
         if reward is None:
             given = describe(output.get("reward"))
             raise self._convert_fault(
-                "reward", "step", f"must give a finite number as reward in every step; got {given}"
+                "reward", "step", f"must return a finite number as reward in every step; got {given}"
             )
         if "truncated" in output:
             self._truncated = bool(output["truncated"])
@@ -266,7 +266,7 @@ class EnvironmentSession:
         if not isinstance(metrics, Mapping):
             given = describe(metrics)
             raise self._convert_fault(
-                "environment", "get_metrics", f"must return a dict of metrics, maybe empty; got {given}"
+                "environment", "get_metrics", f"must return a dict of metrics (may be empty); got {given}"
             )
         return known | dict(metrics)
 
@@ -289,7 +289,9 @@ class EnvironmentSession:
             why = await asyncio.to_thread(write_explanation, f"{method} of {name} {late}")
             raise self._convert_fault("environment", method, late + why) from error
         except InfraError as error:
-            raise self._convert_fault("infrastructure", method, f"needs what does not work: {error}") from error
+            raise self._convert_fault(
+                "infrastructure", method, f"depends on an unavailable service: {error}"
+            ) from error
         except Exception as error:  # environments are user code: their errors end only this trajectory
             what = f"raised {type(error).__name__}: {error}{format_last_location(error)}"
             raise self._convert_fault("environment", method, what) from error
@@ -297,7 +299,7 @@ class EnvironmentSession:
     def _check_messages(self, method: str, messages: object) -> None:
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
             raise self._convert_fault(
-                "environment", method, f"must give a list of chat messages; got {messages!r:.200}"
+                "environment", method, f"must return a list of chat messages; got {messages!r:.200}"
             )
 
     def _convert_fault(self, kind: FailureKind, method: str, what: str) -> RolloutError:

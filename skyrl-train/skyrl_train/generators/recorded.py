@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from skyrl_train.endpoint.openai_api.prompts import Said
+from skyrl_train.endpoint.openai_api.prompts import ReturnedMessage
 from skyrl_train.endpoint.recorder import (
     RecordedTurn,
     SessionRecord,
@@ -116,8 +116,10 @@ def _count_reasons(turns: Sequence[RecordedTurn]) -> Counter[str]:
     for number, turn in enumerate(turns[1:], start=1):
         if is_continuation(turn, turns[number - 1]):
             continue
-        said = [Said.of(message) for message in turn.messages or [] if message["role"] == "assistant"]
-        answers = [Said.of(other.answer) for other in turns if other.answer is not None and other is not turn]
+        said = [ReturnedMessage.of(message) for message in turn.messages or [] if message["role"] == "assistant"]
+        answers = [
+            ReturnedMessage.of(other.answer) for other in turns if other.answer is not None and other is not turn
+        ]
         if any(is_continuation(turn, other) for other in turns):
             reasons["fork"] += 1
         elif any(each in answers for each in said):
@@ -128,7 +130,7 @@ def _count_reasons(turns: Sequence[RecordedTurn]) -> Counter[str]:
 
 
 def _build_empty_trajectory(trajectory_id: TrajectoryID, failure: Failure | None) -> Trajectory:
-    message = "the agent got no answer in its session: it made no request, or all of them failed"
+    message = "the agent received no completion in its session: it made no request, or all of them failed"
     sample = TrainingSample([_PLACEHOLDER], [_PLACEHOLDER], [0], [0.0], [0.0], [NO_VERSION])
     failure = failure or Failure("infrastructure", message)
     return Trajectory(trajectory_id, [sample], "abort", failure=failure, is_step_wise=True)

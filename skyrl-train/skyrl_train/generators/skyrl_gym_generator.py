@@ -115,8 +115,8 @@ class SkyRLGymGenerator(GeneratorInterface):
             self._check_retokenizing()
         if generator_cfg.step_wise_trajectories and not generator_cfg.use_conversation_multi_turn:
             raise ConfigError(
-                "generator.step_wise_trajectories=true needs generator.use_conversation_multi_turn=true: in one "
-                "growing message no turn stands by itself"
+                "generator.step_wise_trajectories=true needs generator.use_conversation_multi_turn=true: with a "
+                "single growing message, turns are not separate samples"
             )
 
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
@@ -301,18 +301,18 @@ class SkyRLGymGenerator(GeneratorInterface):
                 skyrl_gym.spec(env_class)
             except skyrl_gym.error.Error as error:
                 raise ConfigError(
-                    f"environment.env_class (or a dataset row's env_class) is {env_class!r}: {error}. Environments of "
-                    "your own are registered with skyrl_gym.register in the process that generates"
+                    f"environment.env_class (or a dataset row's env_class) is {env_class!r}: {error}. Register custom "
+                    "environments with skyrl_gym.register in the process that runs the generator"
                 ) from error
 
     def _check_retokenizing(self) -> None:
         setting = "generator.chat_template.name_or_path"
         if not self.chat.marks_answers():
             raise ConfigError(
-                f"{setting}={self.generator_cfg.chat_template.name_or_path!r} must put what the model writes between "
-                "{% generation %} and {% endgeneration %}: with a custom template the conversation is tokenized anew "
-                "each turn, and nothing else says which tokens are the model's. generator.step_wise_trajectories=true "
-                "needs no such blocks"
+                f"{setting}={self.generator_cfg.chat_template.name_or_path!r} must put the model's text between {{% "
+                "generation %} and {% endgeneration %}: with a custom template the conversation is tokenized "
+                "again in each turn, and these blocks mark the model's tokens. They are not needed with "
+                "generator.step_wise_trajectories=true"
             )
         for name in ("sampling_params", "eval_sampling_params"):
             logprobs = getattr(self.generator_cfg, name).logprobs
@@ -321,10 +321,11 @@ class SkyRLGymGenerator(GeneratorInterface):
 
     def _make_no_logprobs_error(self, setting: str, value: object) -> ConfigError:
         return ConfigError(
-            f"{setting}={value!r} must be null with generator.chat_template.name_or_path="
-            f"{self.generator_cfg.chat_template.name_or_path!r}: the conversation is tokenized anew each turn, so the "
-            "log-probs would belong to other tokens. With generator.step_wise_trajectories=true every turn is "
-            "trained on as the model saw it, and keeps its log-probs"
+            f"{setting}={value!r} must be null with "
+            f"generator.chat_template.name_or_path={self.generator_cfg.chat_template.name_or_path!r}: the "
+            "conversation is tokenized again in each turn, so the log-probs would belong to different tokens. With "
+            "generator.step_wise_trajectories=true every turn is trained on the tokens that the model saw, with "
+            "their log-probs"
         )
 
 

@@ -45,7 +45,7 @@ class ChatFormat(ChatTemplate):
             )
         if chat_template is None and not tokenizer.chat_template:
             raise ConfigError(
-                "the tokenizer has no chat template; use an instruct model, or give one with generator.chat_template"
+                "the tokenizer has no chat template; use an instruct model, or set generator.chat_template"
             )
         super().__init__(tokenizer, chat_template, chat_template_kwargs)
         try:
@@ -53,7 +53,7 @@ class ChatFormat(ChatTemplate):
         except ChatTemplateError as error:
             raise ConfigError(f"{error} (a plain conversation); check generator.chat_template_kwargs") from error
         if _MARK not in probe:
-            raise ConfigError("the chat template drops assistant messages, so it cannot carry a conversation")
+            raise ConfigError("the chat template drops assistant messages, so it cannot render a conversation")
 
     @cached_property
     def closing_ids(self) -> list[int]:
@@ -118,8 +118,8 @@ class ChatFormat(ChatTemplate):
         cut = text.index(_MARK) + len(_MARK)
         if not text.startswith(end_of_base, cut):
             raise ValueError(
-                f"the chat template ends a message with {end_of_base!r}, but otherwise when "
-                f"{messages[0]['role']!r} follows: messages cannot be encoded one by one"
+                f"the chat template ends a message with {end_of_base!r}, but differently if a message of role "
+                f"{messages[0]['role']!r} follows: messages cannot be encoded separately"
             )
         return self.encode_after(text[: cut + len(end_of_base)], text[cut + len(end_of_base) :])
 

@@ -77,7 +77,7 @@ def tags_to_wake(tags: Sequence[str] | None) -> list[str]:
     """Return the tags given to `wake_up`, all `WAKE_TAGS` for None. Raises ValueError for an unknown tag."""
     for tag in tags or ():
         if tag not in WAKE_TAGS:
-            raise ValueError(f"wake_up tags must be of {', '.join(WAKE_TAGS)}; got {tag!r}")
+            raise ValueError(f"wake_up tags must be among {', '.join(WAKE_TAGS)}; got {tag!r}")
     return list(WAKE_TAGS if tags is None else tags)
 
 

@@ -142,7 +142,7 @@ class RequestSender:
         except Exception as error:  # a crashed process, or a reply that cannot be pickled
             return self._fail_sent(error)
         if not outcomes and not sent and len(self._calls) == 1:  # the only call: nothing is in flight
-            return self._fail_sent(WorkerError("the engine does not know its requests any more"))
+            return self._fail_sent(WorkerError("the engine no longer has these requests"))
         for number, outcome in outcomes.items():
             if isinstance(outcome, StreamedTokens):
                 self._take_tokens(number, outcome)

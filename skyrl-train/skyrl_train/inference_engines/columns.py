@@ -77,10 +77,12 @@ def to_requests(input_batch: InferenceEngineInput) -> list[GenerationRequest]:
     """
     prompts = input_batch.get("prompt_token_ids")
     if prompts is None:
-        raise ValueError("engines take prompt_token_ids; InferenceEngineClient turns conversations (prompts) into them")
+        raise ValueError(
+            "engines need prompt_token_ids; InferenceEngineClient converts conversations (prompts) to them"
+        )
     sessions = input_batch.get("session_ids") or [None] * len(prompts)
     if len(sessions) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts need as many session_ids; got {len(sessions)}")
+        raise ValueError(f"{len(prompts)} prompts need the same number of session_ids; got {len(sessions)}")
     params = input_batch.get("sampling_params") or {}
     return [
         GenerationRequest(

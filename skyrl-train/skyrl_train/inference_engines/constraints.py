@@ -46,8 +46,8 @@ class Constraint:
             return given
         if not isinstance(given, Mapping) or len(given) != 1 or not set(given) <= {"json_schema", "lark"}:
             raise ValueError(
-                "sampling parameter constraint must be {'json_schema': an object or a JSON text} or {'lark': a text}; "
-                f"got {str(given)[:100]!r}"
+                "sampling parameter constraint must be {'json_schema': an object or a JSON text} or {'lark': a "
+                f"string}}; got {str(given)[:100]!r}"
             )
         [(kind, value)] = given.items()
         text = value if isinstance(value, str) else _dump_schema(value)
@@ -72,7 +72,7 @@ class Constraint:
         try:
             schema = json.loads(self.text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"the constraint is no JSON schema: {error}") from error
+            raise ValueError(f"the constraint is not a valid JSON schema: {error}") from error
         return json.dumps(add_whitespace_bound(schema))
 
 
@@ -93,7 +93,9 @@ def _dump_schema(schema: object) -> str:
     if not isinstance(schema, Mapping):
         raise ValueError(f"a JSON schema must be an object; got {schema!r}")
     if _is_deeper(schema, MAX_DEPTH):
-        raise ValueError(f"a JSON schema may nest objects and arrays {MAX_DEPTH} levels deep; this one is deeper")
+        raise ValueError(
+            f"a JSON schema may nest objects and arrays at most {MAX_DEPTH} levels deep; this one is deeper"
+        )
     return json.dumps(schema)
 
 

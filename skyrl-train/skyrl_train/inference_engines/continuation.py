@@ -169,8 +169,8 @@ def _find_straddling_stop_end(parts: Sequence[Completion], params: SamplingKeywo
     """Find a stop string that begins in one part and ends in a later one. Returns the number of tokens up to its end,
     or None.
 
-    The engine of the later part does not see the earlier text, and generates past such an end. Only borders between
-    parts are searched: engines find stop strings within a part.
+    The engine of the later part does not see the earlier text, and generates past such an end. Only the boundaries
+    between parts are searched: engines find stop strings within a part.
     """
     stop = _stop_texts(params)
     if not stop:

@@ -86,5 +86,5 @@ def check_division(generator: "GeneratorConfig") -> None:
         divisors = [size for size in range(1, heads + 1) if heads % size == 0]
         raise ConfigError(
             f"generator.inference_engine_tensor_parallel_size={parallel} must divide the {heads} attention heads of "
-            f"{generator.model_name}; it may be {', '.join(map(str, divisors))}"
+            f"{generator.model_name}; valid values: {', '.join(map(str, divisors))}"
         )

@@ -36,7 +36,7 @@ from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSy
 from skyrl_train.weight_sync.fingerprint import differences
 
 _PAUSED = "generation is paused"
-_ASLEEP = "the engines sleep"
+_ASLEEP = "the engines are asleep"
 
 
 class InferenceEngineClient(InferenceEngineInterface):
@@ -62,7 +62,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         restart: Restart | None = None,
     ):
         if not engines:
-            raise ValueError("a client needs at least one engine")
+            raise ValueError("the client needs at least one engine")
         self.tokenizer = tokenizer
         self.model_name = full_config.trainer.policy.model.path
         self.lora_name: str | None = None
@@ -174,7 +174,7 @@ class InferenceEngineClient(InferenceEngineInterface):
     def _to_prompt_token_ids(self, input_batch: InferenceEngineInput) -> list[list[int]]:
         conversations, token_ids = input_batch.get("prompts"), input_batch.get("prompt_token_ids")
         if (conversations is None) == (token_ids is None):
-            raise ValueError("a request needs either prompts or prompt_token_ids, and not both")
+            raise ValueError("a request needs either prompts or prompt_token_ids, not both")
         if token_ids is not None:
             return token_ids
         assert conversations is not None
@@ -198,7 +198,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         self._supervisor.attach()
         await self._supervisor.wait_until_started()
         if not self._supervisor.get_engines_with_health(*ROUTED):
-            raise WorkerError("no engine is up; they are being started again")
+            raise WorkerError("no engine is running; engines are being restarted")
 
     async def wait_until_healthy(self) -> bool:
         """Wait until every engine runs with current weights; restart engines that crashed unnoticed. `give_weights` and

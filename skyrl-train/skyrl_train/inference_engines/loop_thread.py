@@ -86,7 +86,7 @@ class LoopCalls:
         calls, self._calls = self._calls, {}
         # One wake-up per loop: each writes to a pipe and may release the interpreter lock.
         for loop, own in calls.items():
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the caller has gone away
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the caller has exited
                 loop.call_soon_threadsafe(_run_all, own)
 
 

@@ -169,7 +169,7 @@ class RequestRunner:
         # A streamed part lacks kept tokens, so it cannot be continued with them.
         keeps = bool(params.get("return_kept_tokens"))
         stream.is_held = keeps or (begins_anew and depends_on_answer(request.params))
-        return stream.build_piece_params(params) if self._supervisor.is_unsupported(engine, "streaming") else params
+        return stream.build_segment_params(params) if self._supervisor.is_unsupported(engine, "streaming") else params
 
     def _take_tokens(self, request: ClientRequest, deltas: list[TokenDelta], delta: TokenDelta) -> None:
         """Deliver tokens of a call, unless a stop string may end the completion before them."""
@@ -201,7 +201,7 @@ class RequestRunner:
         Raises:
             RolloutError: restarted too often.
         """
-        is_piece = request.stream is not None and request.stream.is_end_of_piece(part)
+        is_piece = request.stream is not None and request.stream.is_end_of_segment(part)
         if is_piece:
             part = replace(part, stop_reason="abort")
         request.parts.append(part)
@@ -238,10 +238,10 @@ class RequestRunner:
         budget = request.params.get("max_tokens")
         return RolloutError(
             "infrastructure",
-            f"an answer of at most {budget} tokens was interrupted {request.num_new_beginnings} times, and engine "
-            f"{request.engine} begins an answer under a constraint or penalties anew each time. Use "
-            "generator.weight_sync_pause=wait (or trainer.fully_async.pause=wait), so that a sync waits for such "
-            "answers, sync less often, or lower max_tokens",
+            f"a completion of at most {budget} tokens was interrupted {request.num_new_beginnings} times, and engine "
+            f"{request.engine} restarts completions with a constraint or penalties each time. Set "
+            "generator.weight_sync_pause=wait (or trainer.fully_async.pause=wait), so that a sync waits for them, "
+            "sync less often, or lower max_tokens",
         )
 
     def _is_aborted(self, request: ClientRequest) -> bool:
@@ -267,7 +267,7 @@ class RequestRunner:
     def describe_timeout(self, request: ClientRequest, timeout_seconds: float) -> str:
         """Describe the state of a request that missed its deadline."""
         if request.engine is not None:
-            where = f"under way on engine {request.engine}"
+            where = f"running on engine {request.engine}"
         elif self._router.pause_reasons:
             where = f"waiting: {', '.join(sorted(self._router.pause_reasons))}"
         else:
@@ -277,4 +277,4 @@ class RequestRunner:
                 if (ids := self._supervisor.get_engines_with_health(health))
             )
             where = f"waiting for an engine ({states})"
-        return f"the request was not answered within generator.request_timeout_seconds={timeout_seconds:g}; {where}"
+        return f"the request did not complete within generator.request_timeout_seconds={timeout_seconds:g}; {where}"

@@ -201,7 +201,7 @@ class Router:
             return
         waiting: list[QueueEntry] = []
         for place, entry in enumerate(self._queue):
-            if self._is_all_full():
+            if self._are_all_full():
                 waiting += self._queue[place:]
                 break
             if not self._try_grant(entry):
@@ -232,10 +232,10 @@ class Router:
         """
         sure = [engine for engine in self._open if engine not in self._doubtful]
         engine = self._places.get(("session", request.session))
-        if engine in self._open and self._has_room(engine, _SESSION_LOAD * mean + 1.0):
+        if engine in self._open and self._has_capacity(engine, _SESSION_LOAD * mean + 1.0):
             return engine
         engine = self._places.get(("prompt", request.prompt))
-        if engine in sure and self._has_room(engine, prompt_load * mean):
+        if engine in sure and self._has_capacity(engine, prompt_load * mean):
             return engine
         free = [engine for engine in sure or self._open if not self._is_full(engine)]
         return min(free, key=lambda engine: (self._loads[engine].sessions, self._loads[engine].tokens), default=None)
@@ -248,12 +248,12 @@ class Router:
         while len(self._places) > _MAX_PLACES:
             self._places.popitem(last=False)
 
-    def _has_room(self, engine: int, num_requests: float) -> bool:
+    def _has_capacity(self, engine: int, num_requests: float) -> bool:
         """Return whether an engine would have at most `num_requests` requests with one more."""
         return self._loads[engine].sessions + 1 <= num_requests and not self._is_full(engine)
 
     def _is_full(self, engine: int) -> bool:
         return self._limit is not None and self._loads[engine].requests >= self._limit
 
-    def _is_all_full(self) -> bool:
+    def _are_all_full(self) -> bool:
         return self._limit is not None and all(map(self._is_full, self._open))

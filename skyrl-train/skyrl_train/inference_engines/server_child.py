@@ -53,7 +53,7 @@ class ServerChild:
     def check(self) -> None:
         """Raise WorkerError with the end of the log if the server has exited."""
         if self._process.poll() is not None:
-            raise WorkerError(f"{self._name} ended with status {self._process.returncode}\n{self._log()}")
+            raise WorkerError(f"{self._name} exited with status {self._process.returncode}\n{self._log()}")
 
     def wait_until_ready(self, path: str, timeout_seconds: float, timeout_setting: str = "") -> None:
         """Wait until a path returns status 200. Otherwise the server is killed.

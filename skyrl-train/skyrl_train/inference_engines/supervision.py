@@ -189,7 +189,7 @@ class Supervisor:
         self.attach()
         await self.wait_until_started()
         infos = [state.info for state in self._states]
-        assert None not in infos, "an engine that has started has described itself"
+        assert None not in infos, "a started engine has reported its info"
         return infos  # pyright: ignore[reportReturnType]
 
     def max_model_len(self, index: int) -> int | None:
@@ -210,7 +210,7 @@ class Supervisor:
         if not self._warned_of_seeds:
             self._warned_of_seeds = True
             logger.warning(
-                f"answers cannot be repeated: {info.backend} takes no seeds here ({info.unsupported['seed']})"
+                f"completions cannot be reproduced: {info.backend} does not support seeds ({info.unsupported['seed']})"
             )
         return True
 
@@ -283,7 +283,7 @@ class Supervisor:
                     self._apply(state, HealthEvent.SILENT)
             else:
                 text = (
-                    f"engine {state.index} neither said that it is well nor computed anything for "
+                    f"engine {state.index} neither reported its health nor made progress for "
                     f"{SILENT_INTERVALS * period:g} s"
                 )
                 setting = (
@@ -310,7 +310,7 @@ class Supervisor:
         before, state.health = state.health, get_next_state(state.health, event)
         if state.health is not before:
             if state.health is Health.SUSPECT:
-                logger.warning(f"engine {state.index} is silent")
+                logger.warning(f"engine {state.index} is not responding")
             self._wake_waiters()
 
     def _handle_failure(self, state: EngineState, event: HealthEvent, error: BaseException) -> None:
@@ -353,7 +353,7 @@ class Supervisor:
                     state.health = get_next_state(state.health, HealthEvent.DIED)
                 if not state.ended.done():
                     state.ended.set_result(self._start_error(state, error))
-                logger.warning(f"engine {state.index} could not be started again: {_format_name(error)}")
+                logger.warning(f"engine {state.index} could not be restarted: {_format_name(error)}")
                 self._wake_waiters()
 
     async def _start_again(self, state: EngineState) -> None:
@@ -381,16 +381,16 @@ class Supervisor:
             ending = asyncio.to_thread(engine.kill) if isinstance(engine, Process) else engine.teardown()
             await asyncio.wait_for(ending, _TEARDOWN_SECONDS)
         except Exception as error:  # already exited, or cannot be killed
-            logger.warning(f"the end of a failed engine: {_format_name(error)}")
+            logger.warning(f"a failed engine could not be shut down: {_format_name(error)}")
 
     def _build_final_error(self, failure: EngineFailure | None) -> WorkerError:
         """Build the final error: the failure, why the engine is not restarted, and its log."""
         first, *others = str(failure or "an engine failed").splitlines()
         limit = self._settings.max_engine_restarts
         if self.restart is None:
-            why = "nothing in this run can start it again"
+            why = "this run cannot restart it"
         else:
-            why = f"it is not started again: generator.max_engine_restarts={limit} are used up"
+            why = f"it is not restarted: all generator.max_engine_restarts={limit} restarts were used"
         return WorkerError("\n".join([first, why, *others]))
 
     def _start_error(self, state: EngineState, error: Exception) -> WorkerError:

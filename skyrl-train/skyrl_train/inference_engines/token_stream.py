@@ -41,7 +41,7 @@ class TokenStream:
         """Drop the tokens of a finished call and ignore later ones from it."""
         self.deltas, self.num_given, self.is_border_passed, self.piece = [], 0, False, None
 
-    def build_piece_params(self, params: SamplingKeywords) -> SamplingKeywords:
+    def build_segment_params(self, params: SamplingKeywords) -> SamplingKeywords:
         """Build the settings of the next call to an engine without streaming."""
         most, size = params.get("max_tokens"), self._next_piece
         if self.is_held or (most is not None and most <= size):
@@ -49,8 +49,8 @@ class TokenStream:
         self.piece, self._next_piece = size, min(2 * size, LARGEST_PIECE)
         return params | {"max_tokens": size, "min_tokens": min(size, params.get("min_tokens") or 0)}
 
-    def is_end_of_piece(self, part: Completion) -> bool:
-        """Return whether a call ended only because of its piece's budget."""
+    def is_end_of_segment(self, part: Completion) -> bool:
+        """Return whether a call ended only because of its segment's budget."""
         return part.stop_reason == "length" and len(part.token_ids) == self.piece
 
     def send(self) -> None:

@@ -63,9 +63,10 @@ def write_adapter_version(
     config = _get_peft_config(model)
     if not can_be_sent_alone(config.init_lora_weights):
         raise ConfigError(
-            f"generator.weight_sync_strategy=adapter cannot go with trainer.policy.model.lora.init_method="
-            f"{config.init_lora_weights!r}, which moves a part of the model's weights into the adapters: engines would "
-            "keep that part in the model as well. Take init_method=kaiming, or weight_sync_strategy=auto"
+            "generator.weight_sync_strategy=adapter cannot be combined with "
+            f"trainer.policy.model.lora.init_method={config.init_lora_weights!r}, which moves part of the model's "
+            "weights into the adapters: engines would still have that part in the model. Use init_method=kaiming, or "
+            "weight_sync_strategy=auto"
         )
     # On every rank, since each tensor is gathered by a collective. Copies: on a CPU, tensors of an unsharded model are
     # the live parameters, which the next step changes before the sent values are compared.
@@ -131,9 +132,9 @@ def read_adapter(folder: str | Path) -> AdapterFile:
         config = json.loads((path / CONFIG_FILE).read_text())
         tensors = load_file(path / WEIGHTS_FILE)
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"no adapter can be read from {path} ({CONFIG_FILE}, {WEIGHTS_FILE}): {error}") from error
+        raise ValueError(f"no adapter could be read from {path} ({CONFIG_FILE}, {WEIGHTS_FILE}): {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{path / CONFIG_FILE} must hold an object; got {type(config).__name__}")
+        raise ValueError(f"{path / CONFIG_FILE} must contain an object; got {type(config).__name__}")
     return AdapterFile(config, tensors)
 
 

@@ -82,7 +82,9 @@ def packed_attention(
     """
     check_arguments(module, attention_mask, dropout=dropout, is_causal=is_causal, **others)
     if packed_rows is None:
-        raise ValueError(f"{type(module).__name__} was called without packed_rows, or does not hand it on to attention")
+        raise ValueError(
+            f"{type(module).__name__} was called without packed_rows, or does not pass it on to its attention"
+        )
     packed_rows.windows.append(sliding_window)
     packed_rows.softcaps.append(softcap)
     if torch.is_autocast_enabled(query.device.type):

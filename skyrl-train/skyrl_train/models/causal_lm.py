@@ -90,7 +90,9 @@ def _load(
                 model.generation_config = _load_generation_config(path)  # included in exports
     except ValueError as error:
         if flash_attn and "attn_implementation" in str(error):
-            raise ConfigError(f"{path} knows no attention but its own: set trainer.flash_attn=false") from error
+            raise ConfigError(
+                f"{path} does not support another attention implementation: set trainer.flash_attn=false"
+            ) from error
         raise
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -116,7 +118,7 @@ def _select_supported_implementation(config: Any, implementation: str) -> str:
     if implementation != "eager" and (
         without_sdpa or getattr(config.get_text_config(), "attn_logit_softcapping", None)
     ):
-        logger.info("%s: attention to padded rows is written out (eager)", config.model_type)
+        logger.info("%s: attention over padded rows uses the eager implementation", config.model_type)
         return "eager"
     return implementation
 

@@ -56,7 +56,7 @@ def compute_auxiliary_loss(statistics: RouterStatistics) -> float:
     return float(num_experts * (counts / total * (probabilities / total)).sum())
 
 
-class RoutingNotes(Protocol):
+class RouterChoices(Protocol):
     """Router choices of one forward (`routing_replay.RoutingPass`)."""
 
     taken: dict[int, torch.Tensor]
@@ -67,7 +67,7 @@ class RoutingNotes(Protocol):
 class _Collected:
     real: torch.Tensor
     num_chosen: int
-    routing: "RoutingNotes | None" = None
+    routing: "RouterChoices | None" = None
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def build_statistics(self) -> RouterStatistics:
@@ -96,7 +96,7 @@ class Routers:
         return bool(self.modules)
 
     @contextmanager
-    def collect(self, real: torch.Tensor, routing: RoutingNotes | None = None) -> Iterator[_Collected]:
+    def collect(self, real: torch.Tensor, routing: RouterChoices | None = None) -> Iterator[_Collected]:
         """Collect statistics of the enclosed forward. A backward that recomputes layers later is not counted.
 
         Args:

@@ -109,7 +109,7 @@ class DeltaNet:
         if packed_rows is None and native_step is None:
             return self._own(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **others)
         if attention_mask is not None:
-            raise ValueError(f"{type(self._module).__name__} was given a mask beside rows that lie end to end")
+            raise ValueError(f"{type(self._module).__name__} received a mask together with packed rows")
         # Projections see all tokens in one product, as adapters on them expect; only later operations depend on rows.
         mixed, z, b, a = self._project(hidden_states)
         beta = b.sigmoid()
@@ -117,7 +117,9 @@ class DeltaNet:
         decay = -self._module.A_log.float().exp() * F.softplus(a.float() + self._module.dt_bias)
         if packed_rows is not None:
             if packed_rows.prefixes or packed_rows.sequence_parallel is not None:
-                raise ValueError("linear attention needs whole rows: no shared prefixes, no sequence parallelism")
+                raise ValueError(
+                    "linear attention needs full rows: shared prefixes and sequence parallelism are not supported"
+                )
             answer = packed_rows.apply_by_rows(self._compute_rows, mixed[0], decay[0], beta[0])[None]
         elif hidden_states.shape[1] == 1:
             answer = self._compute_next_token(mixed, decay, beta, cache_params)

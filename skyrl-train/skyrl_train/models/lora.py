@@ -144,8 +144,8 @@ def _check_mergeable(model: "PreTrainedModel", config: LoRAConfig, setting: str)
         if not isinstance(module, AdaptedLinear) or module is output_layer:
             raise ConfigError(
                 f"{setting}.target_modules={config.target_modules!r} names {name}, which cannot have an adapter: only "
-                "linear layers before the output layer can, no embeddings and no fused experts. `all-linear` takes "
-                "those that can"
+                "linear layers before the output layer can, not embeddings or fused experts. `all-linear` selects "
+                "all layers that can"
             )
 
 

@@ -20,7 +20,7 @@ def describe_quantization(config: Any) -> str | None:
     name = _NAME_OF_WAY_OUT.get(method)
     loading = f"quantization_config={name}(dequantize=True), " if name else ""
     return (
-        f"its weights are quantized ({method}), and are needed whole here. Save them in bfloat16 once: "
-        f"AutoModelForCausalLM.from_pretrained(PATH, {loading}dtype=torch.bfloat16), model.dequantize() where it still "
-        "is quantized, and save_pretrained(NEW_PATH)"
+        f"its weights are quantized ({method}), but full-precision weights are needed. Convert them to bfloat16 once: "
+        f"AutoModelForCausalLM.from_pretrained(PATH, {loading}dtype=torch.bfloat16), model.dequantize() if it is "
+        "still quantized, and save_pretrained(NEW_PATH)"
     )

@@ -47,15 +47,15 @@ class RoutingShape(NamedTuple):
         expected = (self.num_layers, self.num_chosen)
         if tuple(routes.shape[-2:]) != expected or routes.dtype != route_dtype(self.num_experts):
             raise ValueError(
-                f"expert routes must have {self.num_layers} layers and {self.num_chosen} experts of "
-                f"{route_dtype(self.num_experts)}, as the model has {self.num_experts}; got {tuple(routes.shape[-2:])} "
-                f"of {routes.dtype}"
+                f"expert routes must have {self.num_layers} layers and {self.num_chosen} experts of dtype "
+                f"{route_dtype(self.num_experts)}, because the model has {self.num_experts}; got "
+                f"{tuple(routes.shape[-2:])} of {routes.dtype}"
             )
         outside = (routes >= self.num_experts) & (routes != no_route(routes.dtype)) | (routes < 0)
         if outside.any():
             raise ValueError(
-                f"expert routes must be from 0 to {self.num_experts - 1}; got {int(routes[outside][0])}: are they of "
-                "this model?"
+                f"expert routes must be from 0 to {self.num_experts - 1}; got {int(routes[outside][0])}; check that "
+                "they come from this model"
             )
 
 
@@ -96,11 +96,11 @@ class RoutingReplay:
         routers = [router for router, _ in find_routers(model)]
         name = type(model).__name__
         if not routers:
-            raise ConfigError(f"{setting} needs a mixture of experts, and {name} has no router; leave it out")
+            raise ConfigError(f"{setting} needs a mixture of experts, and {name} has no router; remove it")
         shapes = {_measure_shape(router, model) for router in routers}
         layers = {parent for router in routers if (parent := _find_layer_of(router, model)) is not None}
         if len(shapes) != 1 or None in shapes or not layers:
-            raise ConfigError(f"{setting}: the choice of the routers of {name} is not known here; leave it out")
+            raise ConfigError(f"{setting}: the routing of {name} is not supported; remove it")
         [found] = shapes
         assert found is not None
         self.shape = RoutingShape(len(routers), found.num_chosen, found.num_experts)

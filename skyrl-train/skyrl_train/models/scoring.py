@@ -82,8 +82,8 @@ class ScoringModel(nn.Module):
         head = self.causal_lm.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ConfigError(
-                f"the output layer of {type(causal_lm).__name__} is a {type(head).__name__}: only a linear layer is "
-                f"trained here. If an adapter stands there, leave it out of lora.target_modules."
+                f"the output layer of {type(causal_lm).__name__} is a {type(head).__name__}: only linear output "
+                "layers are supported. If it is an adapter, remove the output layer from lora.target_modules."
             )
 
     @property
@@ -154,7 +154,7 @@ class ScoringModel(nn.Module):
         """Return the routes of a forward in the order of its tokens, or None without replay or recording."""
         if routes is None and not record:
             return None
-        assert self.routing_replay is not None, "the model was made without routing replay"
+        assert self.routing_replay is not None, "the model was created without routing replay"
         return RoutingPass(None if routes is None else layout.gather_from_batch(routes, no_route(routes.dtype)))
 
     def _collect_routes(self, layout: Layout, routing: RoutingPass | None, num_columns: int) -> torch.Tensor:
@@ -199,9 +199,9 @@ def compute_hidden_states(model: Any, layout: Layout, routing: RoutingPass | Non
     # Only the decoder: the output layer of a transformers model would compute all logits at once, [b, n, V].
     output = model.get_decoder()(**inputs, use_cache=False)
     if getattr(output, "last_hidden_state", None) is None:
-        raise ValueError(f"{type(model).__name__} does not give the hidden states before its output layer")
+        raise ValueError(f"{type(model).__name__} does not return the hidden states before its output layer")
     if routing is not None and len(routing.taken) == 0:
-        raise ValueError(f"{type(model).__name__} does not pass on to its layers what replays their routing")
+        raise ValueError(f"{type(model).__name__} does not pass the routes to replay on to its layers")
     return output.last_hidden_state
 
 
@@ -213,16 +213,16 @@ def set_attention(model: Any, packing: bool, sequence_parallel: SequenceParallel
         sequence_parallel.check_heads(model.config.get_text_config().num_attention_heads)
         if has_delta_nets(model.config):
             raise ConfigError(
-                f"sequence_parallel_size={sequence_parallel.size} cannot go with {model.config.model_type}: its linear "
-                "attention needs whole rows. Set it to 1"
+                f"sequence_parallel_size={sequence_parallel.size} cannot be used with {model.config.model_type}: its "
+                "linear attention needs full rows. Set it to 1"
             )
     if packing:
         model.set_attn_implementation(PACKED_ATTENTION)
         replace_delta_nets(model)
     elif sequence_parallel is not None:
         raise ConfigError(
-            f"sequence_parallel_size={sequence_parallel.size} needs rows that lie end to end: "
-            f"set trainer.use_sample_packing=true and trainer.flash_attn=true"
+            f"sequence_parallel_size={sequence_parallel.size} needs packed rows: set trainer.use_sample_packing=true "
+            "and trainer.flash_attn=true"
         )
 
 

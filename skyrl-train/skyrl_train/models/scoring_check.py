@@ -37,8 +37,8 @@ _ATTENTION_OF_SETTINGS = {
 }
 
 _NO_REFERENCE = (
-    "its forward calls a fused attention kernel where attention written out (eager) is set, so its numbers can be "
-    "compared with nothing"
+    "its forward calls a fused attention kernel although eager attention is set, so there is no reference to compare "
+    "with"
 )
 
 
@@ -60,8 +60,8 @@ def check_scoring(model: ScoringModel | ValueModel, name: str) -> None:
     solved = {None} if _get_transformers_model(model).config._attn_implementation == "eager" else {None, _NO_REFERENCE}
     # (A model may choose its attention at construction: loaded as eager it is compared again.)
     working = [setting for setting in choices if _find_problem(model, _ATTENTION_OF_SETTINGS[setting]) in solved]
-    advice = f"Set {working[0]}." if working else "No setting changes that: this model cannot be trained here."
-    raise ConfigError(f"{name} cannot be trained as the settings say: {problem}. {advice}")
+    advice = f"Set {working[0]}." if working else "No setting changes this: the model cannot be trained here."
+    raise ConfigError(f"{name} cannot be trained with these settings: {problem}. {advice}")
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def _find_problem(model: ScoringModel | ValueModel, attention: str | None = None
     except ValueError as error:  # transformers' or our attention does not support the model's arguments
         return str(error)
     except Exception as error:  # any error of a model's code with an unsupported layout
-        return f"its code fails there ({type(error).__name__}: {error})"
+        return f"its forward fails ({type(error).__name__}: {error})"
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def _find_unknown_parts(model: ScoringModel | ValueModel) -> str | None:
     layout = build_layout(sequences, mask, num_response, True, None)
     inner = _get_transformers_model(model)
     if unknown := find_unknown_layers(inner):
-        return f"it has layers of another kind ({unknown}), which rows laid end to end would leak into"
+        return f"it has layers of another kind ({unknown}), whose state would leak between packed rows"
     compute_hidden_states(inner, layout)
     assert layout.rows is not None
     return find_differing_rules(config, layout.rows)
@@ -142,12 +142,12 @@ def find_differing_rules(config: Any, rows: PackedRows) -> str | None:
     kinds = [kind for kind in kinds if kind != LINEAR_ATTENTION]
     expected = [window if kind == "sliding_attention" else None for kind in kinds]
     if not rows.windows:
-        return "its attention cannot be replaced by one among packed rows"
+        return "its attention cannot be replaced by attention for packed rows"
     if rows.windows != expected:
-        return f"its config names the sliding windows {expected}, its layers ask for {rows.windows}"
+        return f"its config has the sliding windows {expected}, its layers use {rows.windows}"
     cap = getattr(config, "attn_logit_softcapping", None)
     if rows.softcaps != [cap] * len(rows.softcaps):
-        return f"its config caps scores (attn_logit_softcapping={cap}), its layers ask for {rows.softcaps}"
+        return f"its config caps scores (attn_logit_softcapping={cap}), its layers use {rows.softcaps}"
     return None
 
 
@@ -168,8 +168,8 @@ def _compute_difference(model: ScoringModel | ValueModel) -> str | None:
         if not difference <= tolerance:
             what = "log-probs" if isinstance(model, ScoringModel) else "values"
             return (
-                f"{what} of random tokens differ from those of the model's own forward by {difference:.3g} "
-                f"(> {tolerance}) with its {attention} attention"
+                f"{what} of random tokens differ from the model's own forward by {difference:.3g} (> {tolerance}) "
+                f"with its {attention} attention"
             )
     return None
 

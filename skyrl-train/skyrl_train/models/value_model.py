@@ -41,7 +41,9 @@ class ValueModel(nn.Module):
         super().__init__()
         set_attention(backbone, packing, sequence_parallel)
         if hasattr(self, head_name) or head_name == "backbone":
-            raise ConfigError(f"trainer.algorithm.value_head_prefix: {head_name!r} is taken; name it otherwise")
+            raise ConfigError(
+                f"trainer.algorithm.value_head_prefix: {head_name!r} is an attribute of the model; choose another name"
+            )
         self.backbone: Any = backbone
         self.head_name = head_name
         self.packing = packing

@@ -165,7 +165,7 @@ class WeightFiles:
         """Compare shapes and number formats; fused weights are converted without values."""
         for key in (key for keys in source.keys.values() for key in keys):
             if (form := self._file_of[key].get_slice(key).get_dtype()) not in _FLOATS:
-                raise UnreadableWeights(f"{key} holds numbers of the type {form}")
+                raise UnreadableWeights(f"{key} has the dtype {form}")
         if source.converter is None:
             keys = [key for keys in source.keys.values() for key in keys]
             if len(keys) > 1:
@@ -173,7 +173,7 @@ class WeightFiles:
             found = torch.Size(self._file_of[keys[0]].get_slice(keys[0]).get_shape())
         else:
             if len(source.converter.target_patterns) > 1:
-                raise UnreadableWeights(f"{next(iter(source.keys.values()))[0]} is split into several weights")
+                raise UnreadableWeights(f"{next(iter(source.keys.values()))[0]} would be split into several weights")
             try:
                 found = self._convert(name, source.keys, self._get_meta_tensor).shape
             except Exception as error:  # any error of a conversion with unexpected tensors
@@ -197,7 +197,7 @@ class WeightFiles:
         for names in names_of.values():
             stored = [name for name in names if name in self._sources]
             if len(stored) != 1:
-                found = f"lies in the files under {len(stored)} names" if stored else "is not in the files"
+                found = f"is stored under {len(stored)} names" if stored else "is missing in the files"
                 raise UnreadableWeights(f"{' = '.join(names)} {found}")
             sources |= dict.fromkeys(names, self._sources[stored[0]])
         return sources
@@ -243,7 +243,7 @@ def _find_safetensors_files(model: PreTrainedModel, path: str) -> list[str]:
     if getattr(model.config, "quantization_config", None) is not None:
         raise UnreadableWeights("its weights are quantized")
     if (Path(path) / "adapter_config.json").exists():
-        raise UnreadableWeights("the folder has an adapter beside the model")
+        raise UnreadableWeights("the folder contains an adapter in addition to the model")
     files, _ = _get_resolved_checkpoint_files(
         path,
         variant=None,
@@ -254,7 +254,7 @@ def _find_safetensors_files(model: PreTrainedModel, path: str) -> list[str]:
         transformers_explicit_filename=getattr(model.config, "transformers_weights", None),
     )
     if not files or not all(file.endswith(".safetensors") for file in files):
-        raise UnreadableWeights("its weights are not in safetensors files")
+        raise UnreadableWeights("its weights are not stored in safetensors files")
     return files
 
 
@@ -309,7 +309,7 @@ def find_float32_modules(model: PreTrainedModel, dtype: torch.dtype) -> list[Flo
             inside.update(map(id, module.modules()))
             continue
         first, others = names[min(own & kept, key=lambda key: names[key])], sorted(names[key] for key in own - kept)
-        rule = f"trainer.bf16=true: transformers keeps {first} in float32"
+        rule = f"trainer.bf16=true: transformers loads {first} in float32"
         if others:
             raise ConfigError(
                 f"{rule}, but not {', '.join(others[:3])} of the same module {name or 'model'} "
@@ -317,8 +317,8 @@ def find_float32_modules(model: PreTrainedModel, dtype: torch.dtype) -> list[Flo
             )
         if blocks & {id(each) for each in module.modules()} - {id(module)}:
             raise ConfigError(
-                f"{rule} in the module {name or 'model'} ({type(module).__name__}) around the transformer blocks, and "
-                "the parameters beside blocks are cast together; set trainer.bf16=false"
+                f"{rule} in the module {name or 'model'} ({type(module).__name__}) outside the transformer blocks, "
+                "and parameters outside blocks are cast together; set trainer.bf16=false"
             )
         found.append(Float32Module(module, []))
         for child in _iter_submodules(module):

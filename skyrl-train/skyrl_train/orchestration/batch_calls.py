@@ -88,7 +88,7 @@ def forward_inputs(group: ActorGroup, batch: TrainingInputBatch) -> TrainingInpu
 
 
 def _forward_args(group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch) -> DataParallelArgs:
-    return list(zip(schedule.split(forward_inputs(group, batch)), schedule.whole(), strict=True))
+    return list(zip(schedule.split(forward_inputs(group, batch)), schedule.merge_mini_batches(), strict=True))
 
 
 async def train_on_batch(

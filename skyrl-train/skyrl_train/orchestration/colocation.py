@@ -46,7 +46,7 @@ __all__ = ["Colocation", "ColocationError", "DeviceState", "Engines"]
 T = TypeVar("T")
 
 _RETURN_ATTEMPTS = 3
-STARTS = "the start of an engine"
+STARTS = "an engine to start"
 """What a sync waits for, in errors and in records of waits."""
 
 
@@ -278,7 +278,8 @@ class Colocation:
         if self._weights_dropped:  # the state of the device remains unknown: only `recover` may follow
             raise ColocationError(
                 "cannot return to generation: a sleep before a sync, which drops the engines' weights (level 2), "
-                "failed or was followed by no sync: some engines have none; first: recover, then sync all weights"
+                "failed or was not followed by a sync, so some engines have no weights; first: recover, then sync "
+                "all weights"
             )
         for attempt in reversed(range(_RETURN_ATTEMPTS)):
             try:
@@ -346,7 +347,7 @@ class Colocation:
         """
         if self._weights_dropped and "wake cache" in self._events:
             raise ColocationError(
-                f"cannot wake cache with {self._state}: no weights were sent since; first: send weights"
+                f"cannot wake cache with {self._state}: no weights were sent since the sleep; first: send weights"
             )
         await self._move("wake cache", lambda: self._get_engines().wake_up(["kv_cache"]))
 
@@ -392,7 +393,7 @@ class Colocation:
 
     def _get_engines(self) -> SyncedEngines:
         if self._engines is None:
-            raise ValueError("this run has no engines")
+            raise ValueError("this run has no inference engines")
         return self._engines
 
     async def _move(self, event: Event, action: Callable[[], Awaitable[object]]) -> None:

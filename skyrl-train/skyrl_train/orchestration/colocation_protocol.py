@@ -43,7 +43,7 @@ class Engines(StrEnum):
     """Memory of the engines on the device."""
 
     AWAKE = "awake"
-    WEIGHTS_ONLY = "awake by their weights only"
+    WEIGHTS_ONLY = "awake with weights only"
     ASLEEP = "asleep"
 
 
@@ -62,7 +62,7 @@ class DeviceState:
     def __post_init__(self) -> None:
         beside = {Engines.AWAKE: (None,), Engines.WEIGHTS_ONLY: (None, "policy"), Engines.ASLEEP: (None, *WORKERS)}
         if self.worker not in beside[self.engines]:
-            raise ValueError(f"the device has no room for the {self.worker} beside engines that are {self.engines}")
+            raise ValueError(f"the device has no memory for the {self.worker} while engines are {self.engines}")
 
     def __str__(self) -> str:
         return f"engines {self.engines}, {f'the {self.worker}' if self.worker else 'no worker'} on the device"
@@ -150,4 +150,4 @@ def missing_steps(state: DeviceState, event: Event, protocol: Transitions = ALL_
             if following not in seen:
                 seen.add(following)
                 paths.append((following, (*path, step)))
-    raise ValueError(f"unknown event of this protocol: {event!r}; there are {', '.join(events_of(protocol))}")
+    raise ValueError(f"unknown event of this protocol: {event!r}; known events: {', '.join(events_of(protocol))}")

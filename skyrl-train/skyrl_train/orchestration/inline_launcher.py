@@ -157,7 +157,9 @@ class InlineRank:
         try:
             await asyncio.wait_for(asyncio.shield(ending), EXIT_SECONDS)
         except TimeoutError:
-            logger.warning(f"{self._name} still computes after {EXIT_SECONDS:g} s, and ends with this process")
+            logger.warning(
+                f"{self._name} is still computing after {EXIT_SECONDS:g} s and will stop when this process exits"
+            )
 
     def kill(self) -> None:
         """Release the worker after its current computation."""

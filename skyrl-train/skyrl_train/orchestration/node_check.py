@@ -21,7 +21,7 @@ from skyrl_train.orchestration.bundles import nodes_of_run
 from skyrl_train.utils.io import compute_sha256, expand_path
 from skyrl_train.utils.nodes import get_node_name
 from skyrl_train.utils.ray_calls import Call, gather_results
-from skyrl_train.utils.storage import Place, get_size, list_names, location, read_text, write_whole
+from skyrl_train.utils.storage import Place, get_size, list_names, location, read_text, replace_file
 
 Listing = dict[str, str]
 """Files by name, each described by its size, the model's config.json by its hash as well."""
@@ -74,7 +74,7 @@ async def check_nodes(cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -
     token = secrets.token_hex(8)
     paths = paths_of(cfg, data, token)
     for path in paths.tokens.values():
-        write_whole(path, token)
+        replace_file(path, token)
     try:
         calls = [
             Call(
@@ -98,10 +98,10 @@ async def check_nodes(cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -
                 if name.startswith(path.name):
                     (path.parent / name).unlink()
     for remark in remarks:
-        logger.warning(f"{remark} (only the driver reads data, so this matters to environments alone)")
+        logger.warning(f"{remark} (only the driver reads data, so this affects only environments)")
     if problems:
         raise ConfigError(
-            "the nodes of this run do not see the same files:\n  " + "\n  ".join(problems) + "\nPut the run folder and "
+            "nodes of this run see different files:\n  " + "\n  ".join(problems) + "\nPut the run folder and "
             "the models on a file system that every node mounts under the same path"
         )
     logger.info(f"{len(others) + 1} nodes see the same run folder and models")
@@ -148,14 +148,14 @@ def view_of(paths: Paths, node_id: str, node: str) -> NodeView:
         try:
             tokens[name] = read_text(path) if get_size(path) is not None else None
             if tokens[name] is not None:
-                write_whole(answer_path(path, node_id), "seen")
+                replace_file(get_response_path(path, node_id), "seen")
         except (OSError, ConfigError) as error:
             errors[name] = str(error)
     models = {name: listing(path) for name, path in paths.models.items()}
     return NodeView(node, tokens, models, {name: listing(path) for name, path in paths.data.items()}, errors)
 
 
-def answer_path(token_path: Place, node_id: str) -> Place:
+def get_response_path(token_path: Place, node_id: str) -> Place:
     """Return the path of a node's response file for a token."""
     return token_path.with_name(f"{token_path.name}.{node_id}")
 
@@ -183,9 +183,9 @@ def problems_of(here: NodeView, there: NodeView, paths: Paths, node_id: str) -> 
     for name, path in paths.tokens.items():
         if name in there.write_errors:
             problems.append(f"node {there.node} cannot write into {name}={path.parent}: {there.write_errors[name]}")
-        elif there.tokens[name] != here.tokens[name] or get_size(answer_path(path, node_id)) is None:
+        elif there.tokens[name] != here.tokens[name] or get_size(get_response_path(path, node_id)) is None:
             problems.append(
-                f"node {there.node} has another folder at {name}={path.parent} than node {here.node}, or none"
+                f"node {there.node} has a different folder, or none, at {name}={path.parent} than node {here.node}"
             )
     return problems + differences(here.models, there.models, paths.models, there.node)
 
@@ -197,7 +197,7 @@ def differences(
     lines = []
     for name, path in paths.items():
         if there[name] is None:
-            lines.append(f"node {node} does not see {name}={path}")
+            lines.append(f"node {node} cannot see {name}={path}")
         elif there[name] != here[name]:
             expected, found = here[name] or {}, there[name] or {}
             other = [file for file in sorted(expected | found) if expected.get(file) != found.get(file)]
@@ -205,5 +205,5 @@ def differences(
                 f"{file}: {found.get(file, 'absent')} there, {expected.get(file, 'absent')} here" for file in other
             ]
             more = f" and {len(other) - _MOST_NAMED} more" if len(other) > _MOST_NAMED else ""
-            lines.append(f"node {node} sees other files at {name}={path}: {'; '.join(parts[:_MOST_NAMED])}{more}")
+            lines.append(f"node {node} sees different files at {name}={path}: {'; '.join(parts[:_MOST_NAMED])}{more}")
     return lines

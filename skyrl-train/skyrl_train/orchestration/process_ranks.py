@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 Dumps = Callable[[object], bytes]
 
 ORPHANED = 3
-"""Exit status of a rank whose driver is gone."""
+"""Exit status of a rank whose driver has exited."""
 _EXIT_SECONDS = 10.0
 _GRACE_SECONDS = 1.0
-"""A rank that lost its peer may end before it: so long is waited for the one that ended first."""
+"""A rank that lost its peer may exit before that peer is reported: time to wait for the rank that failed first."""
 
 
 class RankProcess(Protocol):

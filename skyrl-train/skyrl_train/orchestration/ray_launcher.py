@@ -195,9 +195,9 @@ def _log_groups_across_nodes(ranks: RayRanks, setting: str, size: int) -> None:
     across = groups_across_nodes(ranks.nodes, size) if size > 1 else []
     if across:
         logger.warning(
-            f"{len(across)} of {ranks.num_ranks // size} groups of {setting}={size} ranks lie on several nodes (ranks "
-            f"{across[0].start} to {across[0].stop - 1}, for one), and traffic between nodes is slow: the number of "
-            "free places of each node should be a multiple of it"
+            f"{len(across)} of {ranks.num_ranks // size} groups of {setting}={size} ranks span several nodes (for "
+            f"example ranks {across[0].start} to {across[0].stop - 1}), where communication is slow: the number of "
+            "free GPUs per node should be a multiple of it"
         )
 
 
@@ -313,8 +313,8 @@ def gpus_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> list[tup
         nodes = {where[bundle][0] for bundle in bundles}
         if len(nodes) > 1:
             raise WorkerError(
-                f"an engine of {size} GPUs (generator.inference_engine_*_parallel_size) would lie on {len(nodes)} "
-                "nodes; give nodes whose number of free GPUs it divides"
+                f"an engine of {size} GPUs (generator.inference_engine_*_parallel_size) would span {len(nodes)} "
+                "nodes; use nodes whose number of free GPUs is a multiple of it"
             )
         engines.append((bundles[0], [where[bundle][1] for bundle in bundles]))
     return engines

@@ -71,9 +71,11 @@ class Schedule:
             ValueError: the mini-batches do not contain every row once, or one has incomplete units.
         """
         if not lengths or sorted(row for rows in mini_batches for row in rows) != list(range(len(lengths))):
-            raise ValueError(f"the mini-batches must hold each of {len(lengths)} rows (at least one) exactly once")
+            raise ValueError(f"the mini-batches must contain each of {len(lengths)} rows (at least one) exactly once")
         if any(len(rows) % unit for rows in mini_batches):
-            raise ValueError(f"a mini-batch must be whole units of {unit} rows; got {[len(r) for r in mini_batches]}")
+            raise ValueError(
+                f"a mini-batch must be a multiple of units of {unit} rows; got {[len(r) for r in mini_batches]}"
+            )
         bins = []
         for rows in mini_batches:
             units = [tuple(rows[start : start + unit]) for start in range(0, len(rows), unit)]
@@ -132,7 +134,7 @@ class Schedule:
     def data_parallel_size(self) -> int:
         return len(self.rows)
 
-    def whole(self) -> list[tuple[MicroBatch, ...]]:
+    def merge_mini_batches(self) -> list[tuple[MicroBatch, ...]]:
         """Return the micro-batches of all mini-batches for each rank, for a forward-only pass."""
         return [
             tuple(micro for mini_batch in self.mini_batches for micro in mini_batch[rank])
@@ -143,7 +145,7 @@ class Schedule:
         """Return the rows of the batch in each micro-batch of each rank, without dummies."""
         return [
             [tuple(own[list(micro.rows)].tolist()) for micro in micros if not micro.is_dummy]
-            for own, micros in zip(self.rows, self.whole(), strict=True)
+            for own, micros in zip(self.rows, self.merge_mini_batches(), strict=True)
         ]
 
     def split(self, batch: TrainingInputBatch) -> list[TrainingInputBatch]:

@@ -76,7 +76,9 @@ class SkippedUpdates:
                 f"(trainer.max_consecutive_skipped_updates={self._limit}) {why}"
             )
         if self._limit is not None and is_last_step and not self._num_applied:
-            raise NonFiniteUpdateError(f"the run ends without an update: all of the {self._name}'s were skipped {why}")
+            raise NonFiniteUpdateError(
+                f"the run finished without an update: all optimizer steps of the {self._name} were skipped {why}"
+            )
         logger.warning(f"{num_skipped} optimizer steps of the {self._name} were skipped {why}")
 
     def _find_non_finite(self, update: UpdateResult, batch: TrainingInputBatch) -> str:
@@ -91,8 +93,8 @@ class SkippedUpdates:
         losses = _find_non_finite_losses(sums for ranks in update.losses for sums in ranks)
         if not losses:
             return (
-                "the gradient alone, of a loss that is finite: weights or learning rate too large, or an operation "
-                "without a derivative there (0/0, sqrt of 0, log of 0)"
+                "only the gradient, the loss is finite: weights or learning rate too large, or an operation without "
+                "a finite derivative (0/0, sqrt of 0, log of 0)"
             )
         source = f" (trainer.algorithm.policy_loss_type={self._loss})" if "policy_loss" in losses else ""
         return f"{', '.join(losses)}{source}"

@@ -59,10 +59,10 @@ def first_ratio_metrics(ranks: Sequence[MetricSums], tolerance: float) -> dict[s
     is_off = not deviation <= tolerance  # NaN is off as well
     if is_off:
         logger.warning(
-            f"ALARM: before the first update of this step, the probability ratio of a token differs from 1 by "
+            "ALARM: before the first update of this step, the probability ratio of a token differs from 1 by "
             f"{deviation:.3g}, more than trainer.algorithm.first_ratio_tolerance={tolerance:g}. The log-probs at the "
-            "start of the step come from another computation than those in training: dropout, layers that depend on "
-            "the rest of the batch, weights that changed in between, or low precision (then raise the tolerance)"
+            "start of the step are computed differently from those in training: check dropout, layers that depend on "
+            "other rows of the batch, weights that changed in between, and low precision (then raise the tolerance)"
         )
     value = deviation if math.isfinite(deviation) else math.inf
     return {"policy/first_ratio_max_deviation": value, "policy/ratio_alarms": float(is_off)}

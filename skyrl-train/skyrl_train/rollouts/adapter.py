@@ -150,16 +150,18 @@ def _check_steps(output: GeneratorOutput) -> None:
     if last_steps is None:
         return
     if ids is None:
-        raise ValueError("is_last_step needs trajectory_ids: they say which rows belong together")
+        raise ValueError("is_last_step needs trajectory_ids, which identify the rows of a trajectory")
     for row, is_last in enumerate(last_steps):
         ends = row + 1 == len(ids) or ids[row + 1] != ids[row]
         if ends != is_last:
             raise ValueError(
                 f"is_last_step is {is_last} in row {row} of trajectory {ids[row].to_string()}; it must be True in the "
-                "last row of a trajectory and nowhere else, and the rows of a trajectory must stand together"
+                "last row of a trajectory and nowhere else, and the rows of a trajectory must be consecutive"
             )
     if len(set(ids)) != sum(last_steps):
-        raise ValueError("the rows of a trajectory must stand together, and trajectory_ids must differ between them")
+        raise ValueError(
+            "the rows of a trajectory must be consecutive, and trajectory_ids must differ between trajectories"
+        )
 
 
 def _check_token_columns(output: GeneratorOutput) -> None:
@@ -177,7 +179,7 @@ def _check_token_columns(output: GeneratorOutput) -> None:
                 )
     per_token = [isinstance(reward, list) for reward in output["rewards"]]
     if any(per_token) != all(per_token):
-        raise ValueError("rewards must be `List[float]` or `List[List[float]]`, not some of each")
+        raise ValueError("rewards must be `List[float]` or `List[List[float]]`, not a mix of both")
     for i, reward in enumerate(output["rewards"]):
         if isinstance(reward, list) and len(reward) != lengths[i]:
             raise ValueError(
@@ -206,9 +208,9 @@ def get_metrics_from_generator_output(generator_output: GeneratorOutput, uids: S
     """
     rewards = generator_output["rewards"]
     if len(rewards) != len(uids):
-        raise ValueError(f"there must be one uid a row; got {len(uids)} uids for {len(rewards)} rows")
+        raise ValueError(f"there must be one uid per row; got {len(uids)} uids for {len(rewards)} rows")
     if not rewards:
-        raise ValueError("there are no trajectories to score: rewards is empty")
+        raise ValueError("no trajectories to score: rewards is empty")
     prompts = [TrajectoryID(uids[rows.start], 0) for rows in _iter_rows_of_trajectories(generator_output)]
     return compute_scores(to_rollout_batch(generator_output, prompts).groups)
 

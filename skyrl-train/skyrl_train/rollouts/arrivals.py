@@ -32,7 +32,7 @@ class Arrivals:
         if self._sampling is not None and not is_informative(group):
             self._leaves.add(group.uid)
 
-    def places(self, num_prompts: int) -> dict[int, TrajectoryGroup]:
+    def compute_positions(self, num_prompts: int) -> dict[int, TrajectoryGroup]:
         """Return the finished groups whose position in the batch is known: the position of the prompt, adjusted for
         groups that dynamic sampling leaves out.
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from skyrl_train.rollouts.types import TrainingSample
 
 
-class DrawnAnswer(Protocol):
+class SampledCompletion(Protocol):
     """One sampled completion: its prompt, its tokens and their log-probs."""
 
     @property
@@ -40,7 +40,7 @@ class TokenCertificate:
     """Token-exactness certificate of a trajectory."""
 
     num_drawn: int
-    """Tokens of all answers, those that nobody used included."""
+    """Tokens of all completions, including unused ones."""
     num_trained: int
     """Tokens with loss mask 1."""
     num_exact: int
@@ -84,7 +84,7 @@ def build_token_tree(samples: Sequence["TrainingSample"]) -> list[Branch]:
 
 def create_certificate(
     samples: Sequence["TrainingSample"],
-    answers: Sequence[DrawnAnswer],
+    answers: Sequence[SampledCompletion],
     *,
     num_drawn: int | None = None,
     not_trained: Mapping[str, int] | None = None,
@@ -136,7 +136,7 @@ def compute_certificate_metrics(certificates: Sequence[TokenCertificate]) -> dic
     return metrics
 
 
-def _count(answer: DrawnAnswer, samples: Sequence["TrainingSample"], counts: list[np.ndarray]) -> None:
+def _count(answer: SampledCompletion, samples: Sequence["TrainingSample"], counts: list[np.ndarray]) -> None:
     """Add 1 to each token of a sample that belongs to this completion, in the first sample where its tokens train."""
     for sample, count in zip(samples, counts, strict=True):
         start = len(answer.prompt_ids) - len(sample.prompt_ids)

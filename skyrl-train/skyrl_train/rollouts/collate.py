@@ -41,15 +41,17 @@ def collate(
         ValueError: samples with and without log-probs, or step-wise and other trajectories, are mixed; or a trained
             token has no route (`with_routes`) or is not among its kept tokens (`with_kept_tokens`).
     """
-    check_not_all_failed(batch.trajectories, f"step {step} failed, so there is nothing to learn from")
+    check_not_all_failed(batch.trajectories, f"step {step} failed, so there is nothing to train on")
     rows = list(batch.rows())
     samples = [sample for *_, sample in rows]
     log_probs = [sample.log_probs for sample in samples if sample.log_probs is not None]
     if log_probs and len(log_probs) < len(samples):
-        raise ValueError(f"{len(log_probs)} of {len(samples)} samples have log-probs; it must be all of them or none")
+        raise ValueError(
+            f"{len(log_probs)} of {len(samples)} samples have log-probs; either all samples or none must have them"
+        )
     step_wise = {trajectory.is_step_wise for _, trajectory, _ in rows}
     if len(step_wise) > 1:
-        raise ValueError("some trajectories of the batch are step-wise and some are not; they must be of one kind")
+        raise ValueError("some trajectories of the batch are step-wise and some are not; all must be of the same kind")
     sequences, attention_mask, response_mask, rewards, loss_mask, rollout_logprobs = (
         convert_prompts_responses_to_batch_tensors(
             tokenizer,
@@ -109,9 +111,9 @@ def _check_routes(sample: TrainingSample, uid: str) -> None:
     needed, known = len(sample.prompt_ids) + last, 0 if sample.routes is None else len(sample.routes)
     if known < needed:
         raise ValueError(
-            f"trainer.policy.routing_replay=R3: a sample of prompt {uid!r} has expert routes of {known} positions, and "
-            f"its last token that trains needs {needed}. Does the generator pass on the engine's `expert_routes`? "
-            "Otherwise use R2"
+            f"trainer.policy.routing_replay=R3: a sample of prompt {uid!r} has expert routes of {known} positions, "
+            f"but its last trained token needs {needed}. Check that the generator passes on the engine's "
+            "`expert_routes`, or use R2"
         )
 
 
@@ -122,21 +124,21 @@ def _check_kept_tokens(sample: TrainingSample, uid: str) -> None:
     trains = np.asarray(sample.loss_mask) != 0
     if not trains.any():
         return
-    kept = sample.kept_tokens or KeptTokens.whole_vocabulary(0)
+    kept = sample.kept_tokens or KeptTokens.full_vocabulary(0)
     if len(kept) != len(trains):
         raise ValueError(
-            f"{setting} has kept tokens of {len(kept)} of its {len(trains)} response tokens. Does the generator pass "
-            "on the engine's `kept_tokens`?"
+            f"{setting} has kept tokens of {len(kept)} of its {len(trains)} response tokens. Check that the generator "
+            "passes on the engine's `kept_tokens`"
         )
     unknown = np.flatnonzero(trains & (kept.counts == 0))
     if len(unknown):
         raise ValueError(
-            f"{setting} trains token {unknown[0]} of its response, whose kept tokens are not known. Does the generator "
-            "give loss mask 0 to tokens that the engine did not draw?"
+            f"{setting} trains token {unknown[0]} of its response, whose kept tokens are unknown. Check that the "
+            "generator sets loss mask 0 for tokens that the engine did not sample"
         )
     outside = kept.first_without(sample.response_ids)
     if outside is not None:
         raise ValueError(
-            f"{setting} has token {sample.response_ids[outside]} in place {outside} of its response, which is not "
-            "among the tokens that it was drawn from: its kept tokens are those of another place or response"
+            f"{setting} has token {sample.response_ids[outside]} at position {outside} of its response, which is not "
+            "among the tokens that it was sampled from: its kept tokens belong to another position or response"
         )

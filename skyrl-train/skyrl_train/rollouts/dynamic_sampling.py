@@ -64,12 +64,12 @@ async def sample_batch(
                 )
         logger.info(
             f"dynamic sampling: {tally.num_informative} of {tally.num_prompts} prompts sampled for this step have "
-            "answers that differ in reward; sampling another batch"
+            "responses that differ in reward; sampling another batch"
         )
     raise SkyRLError(
         f"{_SETTING}.type={settings.type} did not fill a batch of {num_prompts} prompts: {tally.num_batches} batches "
-        f"({_SETTING}.max_sample_batches={settings.max_sample_batches}) of {tally.num_prompts} prompts in all gave "
-        f"{tally.num_informative} whose answers differ in reward. The problems are too easy or too hard for this "
+        f"({_SETTING}.max_sample_batches={settings.max_sample_batches}) of {tally.num_prompts} prompts in total gave "
+        f"{tally.num_informative} whose responses differ in reward. The problems are too easy or too hard for this "
         "policy: change the data, raise generator.n_samples_per_prompt or max_sample_batches, or lower "
         "trainer.train_batch_size"
         + ("" if settings.type == "filter" else f" or min_replace_ratio (now {settings.min_replace_ratio})")
@@ -107,7 +107,7 @@ class _Tally:
 
     def add(self, sampled: RolloutBatch, num_informative: int) -> None:
         check_not_all_failed(
-            sampled.trajectories, "a batch that was sampled failed, so there is nothing to choose from"
+            sampled.trajectories, "a sampled batch failed completely, so there are no groups to select from"
         )
         num_prompts = len(sampled.groups)
         self.num_batches += 1

@@ -69,7 +69,7 @@ class LengthLimits:
             return None
         rule = f"has a response of {num_response_tokens} tokens; max_generate_length is {self.max_generate_length}"
         if self.one_answer_a_sample:
-            return f"{rule}, and generator.max_turns or step_wise_trajectories say that a response is one answer"
+            return f"{rule}, and generator.max_turns or step_wise_trajectories make a response one completion"
         return f"{rule}, generator.max_input_length {self.max_input_length}, its prompt has {num_prompt_tokens}"
 
 
@@ -82,10 +82,10 @@ def record_faults(batch: RolloutBatch, limits: LengthLimits | None = None) -> Ro
     if broken:
         first = broken[0].failure
         assert first is not None
-        logger.warning("{} trajectories broke a rule and train nothing; the first: {}", len(broken), first.message)
+        logger.warning("{} trajectories are invalid and not trained; the first: {}", len(broken), first.message)
         checked = replace(checked, metrics=checked.metrics | count_failures(after))
     if not any(any(sample.loss_mask) for _, _, sample in checked.rows()):
-        logger.warning("the loss mask of every trajectory of this batch is zero: nothing will be learned from it")
+        logger.warning("the loss mask of every trajectory of this batch is zero: it has no effect on training")
     return checked
 
 
@@ -110,7 +110,7 @@ def _find_fault(sample: TrainingSample, limits: LengthLimits | None) -> tuple[Fa
     """Return kind and message of the first rule that a sample breaks."""
     num_prompt, num_response = len(sample.prompt_ids), len(sample.response_ids)
     if not num_prompt or not num_response:
-        rule = f"must have a prompt and a response; they are of {num_prompt} and {num_response} tokens"
+        rule = f"must have a prompt and a response; they have {num_prompt} and {num_response} tokens"
     elif (odd := _find_non_finite(sample.rewards)) is not None:
         return "reward", f"must have finite numbers as rewards; got {odd}"
     elif sample.log_probs is not None and (odd := _find_non_finite(sample.log_probs, sample.loss_mask)) is not None:

@@ -57,7 +57,7 @@ def _join_kept_tokens(samples: Sequence[TrainingSample], gaps: Sequence[int]) ->
     for gap, sample in zip([0, *gaps], samples, strict=True):
         if sample.kept_tokens is None:
             return None
-        parts += [KeptTokens.whole_vocabulary(gap), sample.kept_tokens]
+        parts += [KeptTokens.full_vocabulary(gap), sample.kept_tokens]
     return join_kept_tokens(parts)
 
 

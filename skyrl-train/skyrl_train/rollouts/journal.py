@@ -120,7 +120,7 @@ class RolloutJournal:
         Raises:
             CheckpointError: the disk is full or not writable. The journal is unchanged.
         """
-        assert self._marked is not None, "a checkpoint is marked before the journal is shortened"
+        assert self._marked is not None, "a checkpoint must be marked before the journal is truncated"
         groups, num_bytes = self._marked
         try:
             with open(self.path, "rb") as file:
@@ -169,8 +169,8 @@ class RolloutJournal:
 
     def _make_write_error(self, error: OSError) -> CheckpointError:
         return CheckpointError(
-            f"the journal of rollouts {self.path} cannot be written: {error}. Groups that it holds are not lost: make "
-            "room (or the folder writable) and give the same command again"
+            f"the rollout journal {self.path} cannot be written: {error}. Its groups are not lost: free disk space "
+            "(or make the folder writable) and run the same command again"
         )
 
     # ---- reading
@@ -208,7 +208,7 @@ class RolloutJournal:
                     for ticket in tickets:
                         recovered.groups.pop(ticket, None)
                 case _:
-                    raise CheckpointError(f"{self.path} has a line that is none of a journal: {str(event)[:200]}")
+                    raise CheckpointError(f"{self.path} has a line that is not a journal entry: {str(event)[:200]}")
         trained = {t for step, tickets in recovered.batches.items() if step <= state.num_trained_steps for t in tickets}
         recovered.batches = {s: tickets for s, tickets in recovered.batches.items() if s > state.num_trained_steps}
         _merge(recovered, gone, trained, restarted, deferred)
@@ -227,8 +227,8 @@ class RolloutJournal:
                 return
             if _add_checksum(line[:-_SUM_BYTES] + b"}\n") != line:
                 raise CheckpointError(
-                    f"{self.path}, line {number} is not what was written (its checksum differs): the file was altered "
-                    "or its disk is faulty. To generate its finished groups again, remove the file"
+                    f"{self.path}, line {number} is corrupted (its checksum differs): the file was modified or its "
+                    "disk is faulty. To generate its finished groups again, remove the file"
                 )
             yield row
 
@@ -242,8 +242,8 @@ class RolloutJournal:
             return []
         if changes := _find_changes(first.get("experiment"), self._experiment):
             logger.warning(
-                f"{self.path} is the journal of a run that sampled or rewarded otherwise "
-                f"({', '.join(changes)} changed): its finished groups are generated again"
+                f"{self.path} is the journal of a run with different sampling or rewards ({', '.join(changes)} "
+                "changed): its finished groups are generated again"
             )
             self.discard()
             return []
@@ -261,7 +261,7 @@ def _merge(
     end = max([state.next_ticket, *(ticket + 1 for ticket in mentioned)])
     missing = [t for t in state.finished if t not in recovered.groups and t not in gone]
     if missing:
-        logger.warning(f"{len(missing)} finished groups are not in the journal of rollouts; they are generated again")
+        logger.warning(f"{len(missing)} finished groups are missing in the rollout journal and will be generated again")
     open_tickets = (known | set(range(state.next_ticket, end))) - gone - trained
     recovered.groups = {ticket: group for ticket, group in recovered.groups.items() if ticket in open_tickets}
     state.finished = {ticket: group.oldest_version for ticket, group in recovered.groups.items()}
@@ -295,8 +295,8 @@ def _group_of(event: Mapping[str, object], path: Path) -> FinishedGroup:
         return _GROUPS.validate_python([event["group"]])[0]
     except ValueError as error:
         raise CheckpointError(
-            f"{path} holds a group that this release cannot read: {error}. To start without the groups that were "
-            "finished and not trained, remove the file"
+            f"{path} contains a group that this release cannot read: {error}. To drop the groups that were finished "
+            "but not trained, remove the file"
         ) from error
 
 

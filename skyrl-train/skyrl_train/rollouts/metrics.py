@@ -33,7 +33,7 @@ def compute_scores(groups: Sequence[TrajectoryGroup]) -> MetricsOutput:
         ValueError: no trajectories.
     """
     if not any(group.trajectories for group in groups):
-        raise ValueError("there are no trajectories to score: rewards is empty")
+        raise ValueError("no trajectories to score: rewards is empty")
     rewards_of: defaultdict[str, list[float]] = defaultdict(list)
     for group in groups:
         for trajectory in group.trajectories:
@@ -97,7 +97,7 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         ValueError: no batches.
     """
     if not batches:
-        raise ValueError("there are no generator outputs to concatenate")
+        raise ValueError("no generator outputs to concatenate")
     values: defaultdict[str, list[float]] = defaultdict(list)
     weights: defaultdict[str, list[int]] = defaultdict(list)
     for batch in batches:

@@ -105,17 +105,18 @@ def _check_lengths(
     logprobs: list[list[float]] | None,
 ) -> None:
     if not responses:
-        raise ValueError("there are no trajectories to make a batch of: responses is empty")
+        raise ValueError("no trajectories to build a batch from: responses is empty")
     columns = {"prompts": prompts, "rewards": rewards, "loss_masks": loss_masks}
     if logprobs is not None:
         columns["logprobs"] = logprobs
     for name, column in columns.items():
         if len(column) != len(responses):
-            raise ValueError(f"{name} must be as many as responses; got {len(column)} and {len(responses)}")
+            raise ValueError(f"{name} must have the same length as responses; got {len(column)} and {len(responses)}")
         if name == "prompts":
             continue
         for i, (entry, response) in enumerate(zip(column, responses, strict=True)):
             if len(entry) != len(response):
                 raise ValueError(
-                    f"{name} must have one entry a response token; trajectory {i} has {len(entry)} for {len(response)}"
+                    f"{name} must have one entry per response token; trajectory {i} has {len(entry)} for "
+                    f"{len(response)}"
                 )

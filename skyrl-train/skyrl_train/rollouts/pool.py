@@ -111,7 +111,7 @@ class RolloutPool:
     ) -> None:
         self._is_open = False
         # Cancelled here although the task group would cancel them after an error: after a run that ended well it would
-        # wait for groups that nobody needs any more.
+        # wait for groups that are no longer needed.
         for task in self._tasks.values():
             task.cancel()
         try:
@@ -185,7 +185,9 @@ class RolloutPool:
         """Start no more groups and wait until none runs. `synced` resumes the generation."""
         self._is_open = False
         while self._tasks:
-            await self._wait(f"a weight sync that no group may be generated over: {len(self._tasks)} groups run")
+            await self._wait(
+                f"a weight sync, which requires that no group is in flight: {len(self._tasks)} groups are running"
+            )
 
     def state(self) -> ScheduleState:
         """Return the state of the schedule for a checkpoint, and mark the checkpoint in the journal."""
@@ -256,19 +258,19 @@ class RolloutPool:
             await asyncio.wait([generation], timeout=self._timeout)
             is_late = not generation.done()
             if is_late:
-                late = f"group {ticket} was not finished after {self._timeout:g} s (group_timeout_seconds)"
+                late = f"group {ticket} did not finish within {self._timeout:g} s (group_timeout_seconds)"
                 why = await asyncio.to_thread(write_explanation, late)
         finally:
             await self._cancel_generation(ticket, generation)
-        # From here to the end there is no await: journal, queue and scheduler change together.
+        # No await from here to the end: journal, queue and scheduler change atomically.
         self._count_time()
         del self._tasks[ticket]
         if is_late:
             self._handle_failure(
-                ticket, TimeoutError(f"not finished after {self._timeout:g} s (group_timeout_seconds){why}")
+                ticket, TimeoutError(f"did not finish within {self._timeout:g} s (group_timeout_seconds){why}")
             )
         elif generation.cancelled():
-            self._handle_failure(ticket, RuntimeError("the generator cancelled it"))
+            self._handle_failure(ticket, RuntimeError("cancelled by the generator"))
         elif (error := generation.exception()) is None:
             self._handle_finished(ticket, generation.result(), version, time.monotonic() - began)
         elif isinstance(error, Exception) and (not isinstance(error, SkyRLError) or isinstance(error, RolloutError)):
@@ -285,7 +287,9 @@ class RolloutPool:
         generation.cancel()
         await asyncio.wait([generation], timeout=_GRACE_SECONDS)
         if not generation.done():
-            logger.warning(f"group {ticket} was cancelled and goes on after {_GRACE_SECONDS:g} s; it is left behind")
+            logger.warning(
+                f"group {ticket} was cancelled but is still running after {_GRACE_SECONDS:g} s; it is abandoned"
+            )
 
     def _remove_task(self, generation: "asyncio.Future[RolloutBatch]") -> None:
         self._left_behind.discard(generation)
@@ -295,8 +299,8 @@ class RolloutPool:
     def _handle_finished(self, ticket: int, rollouts: RolloutBatch, version: int, seconds: float) -> None:
         if len(rollouts.groups) != 1:
             raise SkyRLError(
-                f"the generator was asked for the samples of one prompt and returned {len(rollouts.groups)} groups: "
-                "every trajectory id must name that prompt"
+                f"the generator received one prompt and returned {len(rollouts.groups)} groups: every trajectory id "
+                "must refer to this prompt"
             )
         [group] = rollouts.groups
         finished = FinishedGroup(ticket=ticket, group=group, metrics=rollouts.metrics, version=version, seconds=seconds)
@@ -318,7 +322,7 @@ class RolloutPool:
         self._filtered_in_a_row += 1
         if self._max_filtered is not None and self._filtered_in_a_row > self._max_filtered:
             raise SkyRLError(
-                f"{self._filtered_in_a_row} groups in a row have samples with the same reward and are left out "
+                f"{self._filtered_in_a_row} groups in a row have samples with equal rewards and are dropped "
                 "(trainer.fully_async.sample_full_batch): the problems are too easy or too hard for this policy. "
                 "Change the data, raise generator.n_samples_per_prompt or "
                 "trainer.algorithm.dynamic_sampling.max_sample_batches"
@@ -339,7 +343,8 @@ class RolloutPool:
         logger.warning(f"group {ticket} failed and is replaced by another: {cause}")
         if self._failures_in_a_row >= self.scheduler.limits.max_running:
             raise AllRolloutsFailedError(
-                f"the last {self._failures_in_a_row} groups (as many as run at once) failed; the last: {cause}"
+                f"the last {self._failures_in_a_row} groups (the number that run concurrently) failed; "
+                f"the last: {cause}"
             ) from error
 
     def _count_time(self) -> None:

@@ -148,7 +148,7 @@ class GroupScheduler:
     def start(self) -> int:
         """Acquire a slot for the next group and return its ticket."""
         if not self.can_start():
-            raise ValueError(f"no group may start: {self.describe_why_not_started()}")
+            raise ValueError(f"no group can start: {self.describe_why_not_started()}")
         ticket = self._get_next_ticket()
         self._running[ticket] = self.version
         return ticket
@@ -211,7 +211,7 @@ class GroupScheduler:
         """Return the tickets of the next training step without changing state; None if some of them still run or there
         are fewer than M groups."""
         num, finished = self.limits.groups_per_step, self._state.finished
-        # Asked after each end of a group: while those run that it waited for, the answer is the same.
+        # Called after each finished group; the result is the same while the groups that it waits for are running.
         if len(finished) < num or (self._awaited and self._awaited <= self._running.keys()):
             return None
         self._awaited = set()
@@ -296,13 +296,13 @@ class GroupScheduler:
     def describe_why_not_started(self) -> str:
         """Describe why no group may start now."""
         if len(self._running) >= self.limits.max_running:
-            return f"{len(self._running)} groups run, which is the limit (num_parallel_generation_workers)"
+            return f"{len(self._running)} groups are running, which is the limit (num_parallel_generation_workers)"
         if self.num_free_slots > 0:
-            return "a group may start"
+            return "a group can start"
         return (
             f"{len(self._running)} running and {len(self._state.finished)} finished groups fill the "
-            f"{self.limits.max_staleness_steps + 1} steps after version {self.version} that max_staleness_steps="
-            f"{self.limits.max_staleness_steps} allows, or those that are left of the run"
+            f"{self.limits.max_staleness_steps + 1} steps after version {self.version} that "
+            f"max_staleness_steps={self.limits.max_staleness_steps} allows, or the remaining steps of the run"
         )
 
     def describe_why_no_batch(self) -> str:
@@ -310,4 +310,4 @@ class GroupScheduler:
         finished, num = len(self._state.finished), self.limits.groups_per_step
         awaited = self._awaited or (self._running if self.limits.order == "exact" else ())
         names = ", ".join(map(str, sorted(awaited)[:num])) or "any"
-        return f"{finished} of {num} groups are finished, {len(self._running)} run; waits for group {names}"
+        return f"{finished} of {num} groups are finished, {len(self._running)} are running; waiting for group {names}"

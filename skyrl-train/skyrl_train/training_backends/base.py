@@ -1,7 +1,7 @@
 """Interface of a training backend, which loads, shards, scores, steps and stores one rank of a model.
 
-A backend knows no algorithm: it is given an objective, which maps scores of a micro-batch to a loss. An objective knows
-no rank: the backend shards, scales and gathers.
+A backend is independent of algorithms: it receives an objective, which maps scores of a micro-batch to a loss. An
+    objective is independent of ranks: the backend shards, scales and gathers.
 """
 
 import math
@@ -284,12 +284,12 @@ class TrainingBackend(ABC):
 
     def score_recording_routes(self, micro_batch: TrainingInputBatch) -> Scores:
         """Run the model as in `score`, and return the routes used. For backends whose traits have `routing_replay`."""
-        raise NotImplementedError(f"{type(self).__name__} records no routes")
+        raise NotImplementedError(f"{type(self).__name__} does not record expert routes")
 
     def score_top(self, micro_batch: TrainingInputBatch, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids and log-probs [b, R, K] of the most likely tokens at each response token, in descending order. For
         backends whose traits have `candidates`."""
-        raise NotImplementedError(f"{type(self).__name__} returns no tokens but those of the response")
+        raise NotImplementedError(f"{type(self).__name__} returns only log-probs of response tokens")
 
     @torch.no_grad()
     def forward_top(
@@ -341,7 +341,7 @@ class TrainingBackend(ABC):
                 rows = torch.tensor(micro_batch.rows)
                 outputs[rows] = scores.output.cpu()
                 routes[rows] = scores.routes.cpu()
-        assert routes is not None, "a schedule gives every rank a micro-batch"
+        assert routes is not None, "a schedule assigns a micro-batch to every rank"
         return outputs, routes
 
     def forward_backward(

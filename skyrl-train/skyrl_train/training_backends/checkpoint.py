@@ -56,10 +56,10 @@ def write_state(
     Raises:
         CheckpointError: a disk error. The rank has then joined all gathers, so that its peers do not hang.
     """
-    return RankShare(rank, num_ranks, num_steps).write(folder, _select_tensors(tensors, rank, num_ranks))
+    return RankState(rank, num_ranks, num_steps).write(folder, _select_tensors(tensors, rank, num_ranks))
 
 
-class RankShare:
+class RankState:
     """One rank's part of a training model, with the current state of its random generators.
 
     Args:
@@ -97,7 +97,7 @@ class BackgroundWrite:
         rank: int,
         num_ranks: int,
     ):
-        share = RankShare(rank, num_ranks, num_steps)
+        share = RankState(rank, num_ranks, num_steps)
         copies = dict(_select_tensors(tensors, rank, num_ranks))
         self._written: Future[WrittenFiles] = Future()
 
@@ -172,8 +172,8 @@ class StateFiles:
         self._unread: set[str] = set()
         if (folder / "sharded").is_dir():
             raise CheckpointError(
-                f"{folder} was written by an earlier release, in a format that this one does not read: resume with "
-                "that release, or export the model there (trainer.hf_save_interval) and start from the export"
+                f"{folder} was written by an earlier release in an unsupported format: resume with that release, or "
+                "export the model with it (trainer.hf_save_interval) and start from the export"
             )
         try:
             described = json.loads((folder / _STATE).read_text())
@@ -184,7 +184,7 @@ class StateFiles:
             raise CheckpointError(f"{folder} has format {found}, written by another release; this one reads {FORMAT}")
 
     @cached_property
-    def _places(self) -> dict[str, safe_open]:
+    def _open_files(self) -> dict[str, safe_open]:
         """Open file of each tensor: tensors are memory-mapped, so only accessed ones are read."""
         places = {}
         try:
@@ -202,25 +202,25 @@ class StateFiles:
         Raises:
             CheckpointError: the name is missing, or the shape differs.
         """
-        if name not in self._places:
-            raise CheckpointError(f"{self._folder} does not fit this model: it lacks {name}")
-        tensor = self._places[name].get_tensor(name)
+        if name not in self._open_files:
+            raise CheckpointError(f"{self._folder} does not fit this model: {name} is missing")
+        tensor = self._open_files[name].get_tensor(name)
         if shape is not None and tensor.shape != shape:
             raise CheckpointError(
-                f"{self._folder} does not fit this model: {name} has shape {list(tensor.shape)} there and "
+                f"{self._folder} does not fit this model: {name} has shape {list(tensor.shape)} in the checkpoint and "
                 f"{list(shape)} in the model"
             )
         self._unread.discard(name)
         return tensor
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return name in self._open_files
 
     def check_all_read(self) -> None:
         """Raise CheckpointError if the files contain tensors that the model does not train."""
         if self._unread:
             raise CheckpointError(
-                f"{self._folder} does not fit this model: it holds {sorted(self._unread)[0]}, which is not trained "
+                f"{self._folder} does not fit this model: it contains {sorted(self._unread)[0]}, which is not trained "
                 f"here ({len(self._unread)} such tensors)"
             )
 

@@ -129,7 +129,7 @@ class TransformersBackend(TrainingBackend):
         return self.cfg.generator.sampling_params.temperature
 
     def prompt_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
-        assert isinstance(self.model, ScoringModel), "a critic gives no log-probs"
+        assert isinstance(self.model, ScoringModel), "a critic has no log-probs"
         tokens = tokens.to(self.device)
         scores = self.compute(tokens, torch.ones_like(tokens), tokens.shape[1] - 1, 1.0, with_entropy=False)
         return scores.log_probs.float()

@@ -19,9 +19,9 @@ def initialize_ray(cfg: Any) -> None:
 
         start_ray(typed)
     elif typed.trainer.placement.device == "cuda":
-        from skyrl_train.utils.gpus import check_gpus_here
+        from skyrl_train.utils.gpus import check_local_gpus
 
-        check_gpus_here()
+        check_local_gpus()
 
 
 def shutdown_ray() -> None:

@@ -29,5 +29,5 @@ async def run_thread_during(function: Callable[[], object], purpose: str) -> Asy
                 await asyncio.wait([call])
         failure = None if call.cancelled() else call.exception()
         if failure is not None and failure is not error:
-            logger.opt(exception=failure).error(f"{purpose} failed besides: {failure!r}")
+            logger.opt(exception=failure).error(f"{purpose} failed as well: {failure!r}")
         raise

@@ -23,16 +23,16 @@ def build_failure(cause: BaseException, process: str, log_file: str, remark: str
     if isinstance(cause, (WorkerError, WeightSyncError)):
         return type(cause)(f"{process}: {cause}")
     if isinstance(cause, (SkyRLError, ValueError)):
-        cause.add_note(f"raised in {process}; whole traceback: {log_file}")
+        cause.add_note(f"raised in {process}; full traceback: {log_file}")
         return cause
     kind = WorkerMemoryError if is_out_of_memory(cause) else WorkerError
     raised = f"{process} raised {type(cause).__name__}: {cause}\n{remark}"
     if where := format_raise_location(cause):
-        return kind(f"{raised}{where}\nwhole traceback: {log_file}")
+        return kind(f"{raised}{where}\nfull traceback: {log_file}")
     return kind(raised + get_end_of_log(log_file))
 
 
-KILLED_HINT = "the kernel kills processes so when memory is short (dmesg tells)"
+KILLED_HINT = "the kernel kills processes this way when memory is exhausted (see dmesg)"
 
 
 def is_out_of_memory(cause: BaseException) -> bool:
@@ -52,7 +52,7 @@ def timed_out(processes: list[tuple[str, str]], timeout_seconds: float, setting:
     silent = dict(processes)
     logs = "\n".join(get_end_of_log(log_file) for log_file in list(silent.values())[:_MOST_LOGS_SHOWN])
     late = f"{', '.join(silent)} did not answer within {timeout_seconds:g} s ({setting})"
-    why = write_explanation(late) or "; stuck, or waiting for a peer that is?"
+    why = write_explanation(late) or "; they may be stuck, or waiting for a stuck peer"
     return WorkerError(f"{late}{why}\n{logs}")
 
 

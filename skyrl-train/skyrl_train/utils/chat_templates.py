@@ -27,8 +27,8 @@ def get_custom_chat_template(config: "ChatTemplateConfig") -> str | None:
         raise ConfigError(f"generator.chat_template.source must be one of name, file; got {config.source!r}")
     if config.source == "name" and name not in CUSTOM_CHAT_TEMPLATES:
         raise ConfigError(
-            f"generator.chat_template.name_or_path must be one of {', '.join(sorted(CUSTOM_CHAT_TEMPLATES))} "
-            f"(or set generator.chat_template.source=file to give a path); got {name!r}"
+            f"generator.chat_template.name_or_path must be one of {', '.join(sorted(CUSTOM_CHAT_TEMPLATES))} (or set "
+            f"generator.chat_template.source=file to use a path); got {name!r}"
         )
     if config.source == "name":
         return CUSTOM_CHAT_TEMPLATES[name]

@@ -42,9 +42,9 @@ def warn_if_rows_depend_on_their_number() -> bool:
         first, *others = (F.linear(x[:rows], weight)[: _PROBED[0]] for rows in _PROBED)
         if not all(torch.equal(first, other) for other in others):
             logger.warning(
-                "the last bits of float32 numbers depend on the size of the batch in this process, so that a resumed "
-                "run may differ from an uninterrupted one: MKL was in use before it could be set to strict kernels. "
-                f"Set MKL_CBWR={strict} before Python starts"
+                "float32 results depend on the batch size in this process, so a resumed run may differ from an "
+                "uninterrupted one: MKL was initialized before strict kernels could be selected. Set "
+                f"MKL_CBWR={strict} before Python starts"
             )
             return True
     return False

@@ -87,7 +87,7 @@ def _run_explanation(run_dir: Path, reason: str) -> str:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS)
         said = done.stderr.strip().rpartition("\n")[2]
         answer = json.loads(done.stdout)
-        return f": {answer['cause']} (who waits for whom: {answer['path']})"
+        return f": {answer['cause']} (wait report: {answer['path']})"
     except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
-        logger.warning("who waits for whom could not be explained: {}", said or repr(error))
+        logger.warning("no wait report could be written: {}", said or repr(error))
         return ""

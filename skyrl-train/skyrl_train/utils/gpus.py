@@ -10,10 +10,10 @@ NO_GPUS = "trainer.placement.device=cuda needs GPUs, and"
 GPU_REMEDY = "set trainer.placement.device=cpu (or auto), or see INSTALL.md for torch with CUDA"
 
 
-def check_gpus_here() -> None:
+def check_local_gpus() -> None:
     """Raise ConfigError unless torch sees a GPU on this machine."""
     if torch.cuda.is_available():
         return
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     because = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES={hidden!r})"
-    raise ConfigError(f"{NO_GPUS} torch finds none on this machine{because}: {GPU_REMEDY}")
+    raise ConfigError(f"{NO_GPUS} torch finds no GPU on this machine{because}: {GPU_REMEDY}")

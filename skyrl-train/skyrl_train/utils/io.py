@@ -30,9 +30,7 @@ def expand_path(path: str | Path) -> Path:
         ConfigError: the path names an object store.
     """
     if is_cloud_path(path):
-        raise ConfigError(
-            f"{path} is a cloud path, and this place needs a local one; give a folder such as ~/runs/first"
-        )
+        raise ConfigError(f"{path} is a cloud path, but a local path is required; use a folder such as ~/runs/first")
     return Path(path).expanduser().absolute()
 
 

@@ -45,8 +45,8 @@ def save_learning_curve_png(
     found = curves(RunFolder(run_path).read_metrics())
     if not (found.keys() & {training_metric, evaluation_metric}):
         raise DataError(
-            f"{run_path} has neither {training_metric} nor {evaluation_metric} in its metrics.jsonl yet; give the "
-            "folder of trainer.run_dir, and wait for the end of a step"
+            f"{run_path} has neither {training_metric} nor {evaluation_metric} in its metrics.jsonl yet; pass the "
+            "folder of trainer.run_dir, and wait until a step has finished"
         )
     figure = Figure(figsize=(8, 4), dpi=160, layout="constrained")
     axes: Any = figure.subplots()

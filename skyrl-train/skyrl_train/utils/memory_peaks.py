@@ -26,7 +26,7 @@ class MemoryPeaks:
         self._is_cuda = device.type == "cuda"
         if not self._is_cuda:
             release_heap()
-        self._base = self._measure_held()
+        self._base = self._measure_allocated()
         self._peaks: dict[str, int] = {}
         self._was_taken = False
 
@@ -63,7 +63,7 @@ class MemoryPeaks:
             return torch.cuda.max_memory_allocated()
         return _read_status("VmHWM") - _read_status("RssFile") - _read_status("RssShmem")
 
-    def _measure_held(self) -> int:
+    def _measure_allocated(self) -> int:
         return torch.cuda.memory_allocated() if self._is_cuda else _read_status("RssAnon")
 
 

@@ -1,4 +1,4 @@
-"""Output of a process: its destination and format. Knows no Ray."""
+"""Output of a process: its destination and format. Independent of Ray."""
 
 import logging
 import os
@@ -110,7 +110,7 @@ class _LogFile:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                print(f"{self._file.name}: {error}; lines without room are left out", file=sys.stderr)
+                print(f"{self._file.name}: {error}; lines are dropped until there is disk space", file=sys.stderr)
 
     def stop(self) -> None:
         """Close the file; called by loguru when it removes the sink."""

@@ -53,7 +53,7 @@ class Call:
                 return WorkerMemoryError(f"{self.process} {how}; {KILLED_HINT}\n{self.log()}")
             return WorkerError(f"{self.process} {how}\n{self.log()}")
         kind = WorkerMemoryError if is_out_of_memory(error) else WorkerError
-        return kind(f"{self.process} did not answer: {type(error).__name__}: {_get_first_line(error)}\n{self.log()}")
+        return kind(f"{self.process} did not respond: {type(error).__name__}: {_get_first_line(error)}\n{self.log()}")
 
     def timed_out(self, timeout_seconds: float, what_to_set: str) -> WorkerError:
         """Build the error for a call that timed out."""
@@ -87,7 +87,7 @@ def wait_for_all(
         remaining = max(0.0, deadline - time.monotonic())
         done, pending = ray.wait(pending, num_returns=1, timeout=min(remaining, _POLL_SECONDS))
         if given_up is not None and given_up.is_set():
-            raise WorkerError("the wait was given up")
+            raise WorkerError("the wait was abandoned")
         if not done and not remaining:
             silent = [by_reference[reference] for reference in pending]
             raise timed_out([(call.process, call.log_file) for call in silent], timeout_seconds, what_to_set)
@@ -179,7 +179,7 @@ def _select_failure(failed: Call, error: RayError, others: Sequence[Call]) -> Ex
             except RayError:
                 continue  # another one that lost its peer: the first represents all
     silent = _format_names(pending.values())
-    return failed.failure(error, f"(no answer yet from {silent})\n" if silent else "")
+    return failed.failure(error, f"(no response yet from {silent})\n" if silent else "")
 
 
 def _format_names(calls: Iterable[Call]) -> str:

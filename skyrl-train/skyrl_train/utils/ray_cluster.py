@@ -6,11 +6,11 @@ import sys
 import ray
 from loguru import logger
 
-from skyrl_gym.waits import note
+from skyrl_gym.waits import add_facts
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.env_vars import forwarded_environment
 from skyrl_train.errors import ConfigError
-from skyrl_train.utils.gpus import GPU_REMEDY, NO_GPUS, check_gpus_here
+from skyrl_train.utils.gpus import GPU_REMEDY, NO_GPUS, check_local_gpus
 from skyrl_train.utils.nodes import set_node_address
 
 LOCAL_CLUSTER = {
@@ -50,12 +50,12 @@ def start_ray(cfg: SkyRLConfig) -> None:
     if address := os.environ.get("RAY_ADDRESS"):
         ray.init(runtime_env=runtime_env)
         set_node_address(ray.util.get_node_ip_address())
-        note(ray=ray.get_runtime_context().gcs_address)
+        add_facts(ray=ray.get_runtime_context().gcs_address)
         if wants_gpus and not ray.cluster_resources().get("GPU"):
             raise ConfigError(f"{NO_GPUS} the Ray cluster at RAY_ADDRESS={address} has none: {GPU_REMEDY}")
         return
     if wants_gpus:
-        check_gpus_here()
+        check_local_gpus()
     warn_of_few_cpus(cfg)
     os.environ.update(LOCAL_CLUSTER | os.environ)
     ray.init(
@@ -66,7 +66,7 @@ def start_ray(cfg: SkyRLConfig) -> None:
         runtime_env=runtime_env,
         _node_ip_address="127.0.0.1",
     )
-    note(ray=ray.get_runtime_context().gcs_address)
+    add_facts(ray=ray.get_runtime_context().gcs_address)
 
 
 def warn_of_few_cpus(cfg: SkyRLConfig) -> None:
@@ -74,7 +74,7 @@ def warn_of_few_cpus(cfg: SkyRLConfig) -> None:
     placement, num_cpus = cfg.trainer.placement, os.cpu_count() or 1
     if placement.device == "cpu" and placement.policy_world_size > num_cpus:
         logger.warning(
-            f"the policy has {placement.policy_world_size} ranks on {num_cpus} CPUs, which take turns: set "
+            f"the policy has {placement.policy_world_size} ranks on {num_cpus} CPUs, which they have to share: set "
             f"trainer.placement.policy_num_gpus_per_node to at most {num_cpus}"
         )
 

@@ -67,8 +67,8 @@ def link_logs(run_folder: "RunFolder", target: Path) -> None:
         return
     if link.exists():
         raise ConfigError(
-            f"trainer.log_path: the logs of this run are in {link.resolve()} already, and cannot begin in {target}; "
-            "leave trainer.log_path as it was, or give another trainer.run_name"
+            f"trainer.log_path: the logs of this run are in {link.resolve()} already and cannot move to {target}; "
+            "keep trainer.log_path unchanged, or set another trainer.run_name"
         )
     link.parent.mkdir(parents=True, exist_ok=True)
     link.unlink(missing_ok=True)  # a link whose target was deleted
@@ -175,7 +175,7 @@ class RunFolder:
             TypeError: a value of another type.
         """
         if taken := {"step", "time"} & metrics.keys():
-            raise ValueError(f"metrics cannot be named {sorted(taken)}: every line has these two of its own")
+            raise ValueError(f"metrics must not be named {sorted(taken)}: these names are reserved")
         values = {name: self._replace_non_finite(name, _to_plain_value(name, value)) for name, value in metrics.items()}
         _append_line(self.metrics_path, _format_json_line({"step": int(step), "time": round(time.time(), 3)} | values))
 
@@ -288,7 +288,7 @@ class RunFolder:
         found = replace_non_finite(value)
         if found is not value and name not in self._warned:
             self._warned.add(name)
-            logger.warning(f"{name} is not a finite number; it is written as null (said once)")
+            logger.warning(f"{name} is not a finite number and is written as null (reported once)")
         return found
 
 
@@ -369,7 +369,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[bytes, JsonObject]]:
                 yield line, json.loads(line)
             except ValueError as error:
                 raise DataError(
-                    f"{path}, line {number} is not JSON ({error}): {line[:80]!r}; remove it to go on"
+                    f"{path}, line {number} is not JSON ({error}): {line[:80]!r}; remove it to continue"
                 ) from error
 
 
@@ -377,4 +377,4 @@ def _iter_lines(path: Path, file: Iterable[bytes]) -> Iterator[bytes]:
     try:
         yield from file
     except UNREADABLE as error:
-        raise DataError(f"{path} is damaged ({error}); remove it to go on") from error
+        raise DataError(f"{path} is damaged ({error}); remove it to continue") from error

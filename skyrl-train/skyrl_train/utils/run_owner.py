@@ -1,4 +1,4 @@
-"""Exclusive ownership of a run's folders by one driver. Knows no trainer.
+"""Exclusive ownership of a run's folders by one driver. Independent of the trainer.
 
     owner.lock   locked (`lockf`) by the driver; the kernel releases it when the driver exits
     owner.json   host, process and start time of the driver, which updates its timestamp every `HEARTBEAT_SECONDS`
@@ -140,9 +140,7 @@ def _check_recorded_owner(setting: str, folder: Path, identity: int) -> None:
         return
     if not _is_stale(folder):
         raise ConfigError(_build_refusal(setting, folder, record))
-    logger.warning(
-        f"{folder}: no heartbeat of its driver ({_describe(record)}) for {STALE_SECONDS:g} s: this one takes over"
-    )
+    logger.warning(f"{folder}: no heartbeat of its driver ({_describe(record)}) for {STALE_SECONDS:g} s: taking over")
 
 
 def _is_stale(folder: Path) -> bool:
@@ -166,9 +164,9 @@ def _is_stale(folder: Path) -> bool:
 
 def _build_refusal(setting: str, folder: Path, record: dict[str, Any]) -> str:
     return (
-        f"{setting}={folder} belongs to another driver that is running: {_describe(record)}. Two drivers of one "
-        "run would train and log its steps twice. Wait for it to end or stop it (SIGTERM); or give this run a folder "
-        "of its own (trainer.run_name or trainer.run_dir)"
+        f"{setting}={folder} is in use by another running driver: {_describe(record)}. Two drivers of one run would "
+        "train and log its steps twice. Wait for it to finish or stop it (SIGTERM); or use another folder for this "
+        "run (trainer.run_name or trainer.run_dir)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Copy of a remote folder on this machine's disk, shared by all of its processes. Knows no models."""
+"""Copy of a remote folder on this machine's disk, shared by all of its processes. Independent of models."""
 
 import fcntl
 import hashlib
@@ -56,7 +56,7 @@ class SharedDownload:
             except BaseException:  # remove everything after a KeyboardInterrupt, too
                 _remove_if_unused(self.folder, lock)
                 raise
-        assert lock is not None, "only a lock that is not waited for may be taken"
+        assert lock is not None, "only non-blocking locks can be acquired"
         # Changing the kind of a lock releases it briefly, in which another process may delete the folder.
         fcntl.flock(lock, fcntl.LOCK_SH)
         if (self.folder / _COMPLETE).exists() and _is_of(self.folder, lock):
@@ -86,7 +86,7 @@ def download_files(source: Place, records: Mapping[str, FileRecord], target: Pat
         except FileNotFoundError:
             return f"{source / name} is missing"
         found = FileRecord((target / name).stat().st_size, compute_sha256(target / name))
-        return None if found == expected else f"{source / name} is not what was written (its hash differs)"
+        return None if found == expected else f"{source / name} is corrupted (its hash differs)"
 
     with ThreadPoolExecutor(_NUM_DOWNLOADS) as threads:
         for damage in threads.map(fetch, records.items()):

@@ -43,8 +43,8 @@ class StopRequest:
         if self.is_made:
             self.end()
         logger.warning(
-            f"SIGTERM: a checkpoint follows within {timeout_seconds:g} s (trainer.stop_timeout_seconds); a second one "
-            "ends the run at once"
+            f"SIGTERM received: saving a checkpoint within {timeout_seconds:g} s (trainer.stop_timeout_seconds); a "
+            "second SIGTERM stops the run immediately"
         )
         self._made.set()
         self._deadline = loop.call_later(timeout_seconds, self.end)

@@ -1,5 +1,5 @@
 """Folders and files on a file system or in an object store (`s3://`, `gs://`, any fsspec URL). The only module that
-distinguishes them; knows no checkpoints.
+distinguishes them; independent of checkpoints.
 
 Objects are written atomically but cannot be renamed: a folder there is complete once its seal file, written last,
 exists.
@@ -48,7 +48,7 @@ def location(path: str | Place) -> Place:
     except ImportError as error:
         raise ConfigError(f"{path} needs a package that is missing ({error}): install skyrl-train[cloud]") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no folder and no URL that fsspec knows: {error}") from error
+        raise ConfigError(f"{path} is neither a folder nor a URL that fsspec supports: {error}") from error
     return place
 
 
@@ -58,14 +58,14 @@ def check_access(setting: str, path: str) -> None:
         place = location(path)
         if not isinstance(place, Path):
             probe = place / f".write_check_{secrets.token_hex(4)}"
-            write_whole(probe, b"checked")
+            replace_file(probe, b"checked")
             with _convert_errors(probe):
                 probe.fs.rm_file(probe.path)
     except (ConfigError, OSError) as error:
         remedy = (
             ""
             if isinstance(error, ConfigError)
-            else (". Does the bucket exist, and does the environment hold credentials that may write to it?")
+            else (". Check that the bucket exists and that the credentials in the environment allow writing to it")
         )
         raise ConfigError(f"{setting}={path} cannot be used: {error}{remedy}") from error
 
@@ -81,7 +81,7 @@ def read_text(file: Place) -> str:
         return file.read_text()
 
 
-def write_whole(file: Place, content: bytes | str) -> None:
+def replace_file(file: Place, content: bytes | str) -> None:
     """Write or replace a file atomically. Raises OSError."""
     if isinstance(file, Path):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def write_durably(file: Place, content: bytes) -> None:
     """Write a file of an unpublished folder durably. Raises OSError."""
     with waiting("a write", on=f"file {file}"):
         if not isinstance(file, Path):
-            write_whole(file, content)
+            replace_file(file, content)
             return
         file.parent.mkdir(parents=True, exist_ok=True)
         with add_path_to_errors(file), open(file, "wb") as opened:

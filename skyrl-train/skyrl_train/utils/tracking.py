@@ -266,7 +266,7 @@ class _ServiceBackend:
             send()
         except Exception as error:  # every service has its own error types, and may be temporarily unavailable
             if not self._has_warned:
-                logger.warning(f"{self._name} did not take what was logged in step {step} (logged once): {error}")
+                logger.warning(f"{self._name} rejected the metrics of step {step} (reported once): {error}")
             self._has_warned = True
 
     def finish(self) -> None:

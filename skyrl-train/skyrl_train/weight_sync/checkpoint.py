@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import torch
 
-from skyrl_gym.whole_folders import put_in_place
+from skyrl_gym.whole_folders import move_into_place
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.utils.io import write_atomically
 from skyrl_train.weight_sync.base import Place, WeightUpdateRequest
@@ -71,7 +71,7 @@ class CheckpointVersion:
         weight_map = {tensor: name for name, tensors in zip(names, self._names, strict=True) for tensor in tensors}
         index = {"metadata": {"total_size": self._num_bytes}, "weight_map": weight_map}
         write_atomically(self._unfinished / INDEX, json.dumps(index, indent=2))  # also flushes the folder's entries
-        put_in_place(self._unfinished, self._folder)  # replaces one of an earlier run
+        move_into_place(self._unfinished, self._folder)  # replaces one of an earlier run
         return [self._folder / name for name in names]
 
 

@@ -129,7 +129,7 @@ async def check_raises(
 
 
 async def check_refusal(subject: "EngineUnderTest", feature: Feature) -> None:
-    """An engine that lacks a feature says so when it is asked for."""
+    """An engine that lacks a feature raises when it is requested."""
     engine = subject.engine
 
     def generate(**params: Any) -> Awaitable[Any]:

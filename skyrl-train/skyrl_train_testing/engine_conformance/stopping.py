@@ -99,7 +99,8 @@ async def check_min_tokens(subject: EngineUnderTest) -> None:
 @check("stop_strings")
 async def check_stop_strings(subject: EngineUnderTest) -> None:
     """An answer ends by `stop` with the token that completes a stop string, which stays in text and ids, also across
-    borders of tokens."""
+    token boundaries.
+    """
     prompt, free, steady = await _generate_freely(subject)
     place = next(
         i

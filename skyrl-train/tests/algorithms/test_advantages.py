@@ -134,7 +134,7 @@ def test_gae_matches_manual_result():
 
 
 def test_gae_without_critic_is_rejected():
-    with pytest.raises(ValueError, match="gae needs the critic's values"):
+    with pytest.raises(ValueError, match="gae"):
         gae_advantages(ONES, ONES, ONES, None)
 
 

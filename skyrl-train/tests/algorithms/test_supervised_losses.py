@@ -79,5 +79,5 @@ def test_incomplete_pair_is_ignored():
 
 
 def test_odd_number_of_rows_is_rejected():
-    with pytest.raises(ValueError, match="pairs of rows, chosen and rejected; got 3"):
+    with pytest.raises(ValueError, match="got 3"):
         dpo(DRIFT[:3], MASK[:3])

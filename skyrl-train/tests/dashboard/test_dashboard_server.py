@@ -71,9 +71,9 @@ def test_list_names_state_progress_curve_and_changed_settings(client: TestClient
         (
             2,
             3600,
-            "WARNING told to stop; the same command goes on",
+            "WARNING stop requested; the same command resumes",
             "stopped",
-            "told to stop; the same command goes on",
+            "stop requested; the same command resumes",
         ),
         (2, 0, "WARNING the checkpoint was late", "running", None),
         (0, 0, "INFO    this run is finished: ckpts/global_step_3", "finished", None),
@@ -449,15 +449,15 @@ def test_token_is_required_and_stored_in_cookie(runs: Path):
 def test_non_loopback_address_requires_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert [read_token(host, None) for host in ("127.0.0.1", "::1", "localhost", "127.0.0.2")] == [None] * 4
     for host in ("0.0.0.0", "::", "192.168.1.2", "machine"):
-        with pytest.raises(ConfigError, match=r"needs --token-file PATH"):
+        with pytest.raises(ConfigError, match="--token-file"):
             read_token(host, None)
     (tmp_path / "token").write_text("short\n")
-    with pytest.raises(ConfigError, match="holds 5 characters; give at least 16"):
+    with pytest.raises(ConfigError, match="5 characters"):
         read_token("0.0.0.0", tmp_path / "token")
     assert main([str(tmp_path), "--host", "0.0.0.0"]) == 1
     assert "--token-file" in capsys.readouterr().err
     assert main([str(tmp_path / "absent")]) == 1
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         RunsFolder(tmp_path / "absent")
 
 

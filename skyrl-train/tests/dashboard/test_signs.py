@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from skyrl_inspect.dashboard.defaults import Defaults
 from skyrl_inspect.dashboard.runs_folder import RunsFolder
 from skyrl_inspect.dashboard.server import make_app
-from skyrl_inspect.dashboard.signs import MIN_STEPS, find_signs
+from skyrl_inspect.dashboard.signs import MIN_STEPS, find_diagnostics
 
 Curves = dict[str, Any]
 LEARNING: Curves = {
@@ -27,37 +27,38 @@ CHANGES: dict[str, tuple[Curves, str]] = {
     "evaluation falls": (
         {"eval/all/avg_score": [0.1, 0.9, 0.2, 0.4]},
         "The training reward rose from 0.2 to 0.8, but the evaluation went from 0.1 (best: 0.9) to 0.3: training "
-        "rewards something else.",
+        "optimizes something else than the evaluation measures.",
     ),
     "evaluation does not follow": (
         {"eval/all/avg_score": [0.14, 0.15, 0.15, 0.15]},
         "The training reward rose from 0.2 to 0.8, but the evaluation went from 0.14 (best: 0.15) to 0.15: training "
-        "rewards something else.",
+        "optimizes something else than the evaluation measures.",
     ),
     "evaluation below 0 falls": (
         {"eval/all/avg_score": [-0.2, -0.1, -0.6, -0.8]},
         "The training reward rose from 0.2 to 0.8, but the evaluation went from -0.2 (best: -0.1) to -0.7: training "
-        "rewards something else.",
+        "optimizes something else than the evaluation measures.",
     ),
     "entropy collapses": (
         {"policy/policy_entropy": [1.0] * 8 + [0.02] * 8},
         "The entropy fell from 1 to 0.02 nats a token. In 90% of the groups all rewards are equal, and 40% of the "
-        "prompts have no rewarded answer: little is left to compare.",
+        "prompts have no rewarded response: few groups give a training signal.",
     ),
     "answers are cut": (
         {"generate/stop_reason/length": [0.0] * 8 + [0.35] * 8},
-        "35% of the answers are cut off at the length limit.",
+        "35% of the responses are truncated at the length limit.",
     ),
     "weights are stale": (
         {"policy/rollout_train_ess": [1.0] * 8 + [0.5] * 8},
-        "Trained tokens are 2 weight versions old, and the policy has left the one that wrote them (effective sample "
+        "Trained tokens are 2 weight versions old, and the policy has diverged from the one that sampled them "
+        "(effective sample "
         "size 0.5, below 0.9).",
     ),
 }
 
 
 def signs_of(curves: Curves) -> list[str]:
-    return find_signs(lambda name: curves.get(name, []), curves)
+    return find_diagnostics(lambda name: curves.get(name, []), curves)
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -99,4 +100,4 @@ def test_run_page_shows_diagnostics(tmp_path: Path):
         run.append_metrics(step, {"reward/avg_raw_reward": 0.5, "generate/stop_reason/length": 0.5})
     with TestClient(make_app(RunsFolder(tmp_path), Defaults()), base_url="http://localhost") as client:
         found = client.get("/api/run", params={"run": "cut"}).json()["signs"]
-    assert found == ["50% of the answers are cut off at the length limit."]
+    assert found == ["50% of the responses are truncated at the length limit."]

@@ -49,7 +49,7 @@ def test_lines_fit_terminal_and_control_characters_are_escaped(tmp_path: Path, w
 
 def test_silent_and_empty_runs_say_so(tmp_path: Path):
     RunFolder(tmp_path / "new").write_config("trainer: {run_name: new}\n")
-    assert "No step has ended yet." in drawn(tmp_path / "new")
+    assert "No step has finished yet." in drawn(tmp_path / "new")
     with open(RunFolder(tmp_path / "new").metrics_path, "w") as file:
         file.write('{"step": 1, "time": 1.0, "reward/avg_raw_reward": null}\n{"step": 2, "ti')
     assert "(no number)" in drawn(tmp_path / "new")
@@ -78,7 +78,7 @@ def test_view_is_printed_once_where_there_is_no_terminal(tmp_path: Path, capsys:
     assert main(["--terminal", str(tmp_path / "adding")]) == 0
     assert "step 2 of 10" in capsys.readouterr().out
     assert main(["--terminal", str(tmp_path)]) == 1
-    assert "is no run folder: give that of trainer.run_dir; below it are adding" in capsys.readouterr().err
+    assert "is not a run folder: pass the folder of trainer.run_dir; below it are adding" in capsys.readouterr().err
 
 
 def test_terminal_view_follows_run_until_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

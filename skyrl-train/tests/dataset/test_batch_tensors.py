@@ -48,13 +48,16 @@ def test_missing_log_probs_stay_missing():
     "columns, message",
     [
         (([], [], [], []), "responses is empty"),
-        (([[1]], [[2], [3]], [[0.0], [0.0]], [[1], [1]]), "prompts must be as many as responses; got 1 and 2"),
+        (
+            ([[1]], [[2], [3]], [[0.0], [0.0]], [[1], [1]]),
+            "prompts must have the same length as responses; got 1 and 2",
+        ),
         (
             ([[1]], [[2, 3]], [[0.0]], [[1, 1]]),
-            "rewards must have one entry a response token; trajectory 0 has 1 for 2",
+            "rewards must have one entry per response token; trajectory 0 has 1 for 2",
         ),
-        (([[1]], [[2]], [[0.0]], [[1, 1]]), "loss_masks must have one entry a response token"),
-        (([[1]], [[2]], [[0.0]], [[1]], [[0.0, 0.0]]), "logprobs must have one entry a response token"),
+        (([[1]], [[2]], [[0.0]], [[1, 1]]), "loss_masks"),
+        (([[1]], [[2]], [[0.0]], [[1]], [[0.0, 0.0]]), "logprobs must have one entry per response token"),
     ],
 )
 def test_mismatched_lists_are_rejected(columns, message):

@@ -36,13 +36,13 @@ def test_items_match_json_for_any_chunk_boundary(monkeypatch, block):
 @pytest.mark.parametrize(
     "text, error",
     [
-        ('[{"a": 1}, {"a": 2}', "after 2 items of a list comes the end of the file"),
-        ('[{"a": 1} {"a": 2}]', "after 1 items of a list comes '{', not , or ]"),
-        ('[{"a": 1}, {"a": tru}]', "item 1 of a list is not JSON: Expecting value"),
-        ('[{"a": 1}, {"a": "x]', "item 1 of a list is not JSON: Unterminated string"),
-        ("[1,]", "item 1 of a list is not JSON"),
-        ("[1], 2", "',' follows the end of the list"),
-        ("[", "item 0 of a list is not JSON"),
+        ('[{"a": 1}, {"a": 2}', "after 2 items of the list, found the end of the file"),
+        ('[{"a": 1} {"a": 2}]', "after 1 items of the list, found '{', expected , or ]"),
+        ('[{"a": 1}, {"a": tru}]', "item 1 of the list is not valid JSON: Expecting value"),
+        ('[{"a": 1}, {"a": "x]', "item 1 of the list is not valid JSON: Unterminated string"),
+        ("[1,]", "item 1 of the list is not valid JSON"),
+        ("[1], 2", "',' found after the end of the list"),
+        ("[", "item 0 of the list is not valid JSON"),
     ],
 )
 def test_non_list_is_rejected_with_item(monkeypatch, block, text, error):

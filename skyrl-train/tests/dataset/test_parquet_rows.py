@@ -121,7 +121,7 @@ def test_unrenderable_tools_error_names_row(tmp_path):
     strict = build_character_tokenizer(WITH_CALLS.replace("{{ t | tojson }}", "{{ t['function']['name'] | upper }}"))
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": TALKS[0], "tools": [{"function": {}}, {"other": 1}]}))
-    with pytest.raises(DataError, match=r"row 0: the chat template") as error:
+    with pytest.raises(DataError, match="row 0") as error:
         SupervisedDataset([str(path)], strict, SupervisedDataConfig(cache_dir=str(tmp_path / "cache")))
     assert "chat_template_kwargs" not in str(error.value)
 

@@ -127,7 +127,7 @@ def test_shared_prompt_of_preference_conversations_is_stored_once(tokenizer, tmp
 
 def test_preference_pair_with_different_prompts_names_row(tokenizer, tmp_path):
     rows = [{"prompt": "other", **{kind: [USER, {"role": "assistant", "content": kind}] for kind in KINDS}}]
-    with pytest.raises(DataError, match=r"row 0: chosen .*prompt"):
+    with pytest.raises(DataError, match="row 0: chosen"):
         SupervisedDataset(write(tmp_path, rows), tokenizer, SupervisedDataConfig(), with_pairs=True)
 
 
@@ -140,7 +140,7 @@ def test_pairs_without_difference_are_dropped_and_counted(tokenizer, tmp_path, l
     config = SupervisedDataConfig(cache_dir=str(tmp_path), **settings)
     ((first, second),) = SupervisedDataset(write(tmp_path, rows), tokenizer, config, with_pairs=True)
     assert (learnt(tokenizer, first), learnt(tokenizer, second)) == ("b<end>", "bc<end>")
-    assert any("1 dropped: no difference" in line for line in log)
+    assert any("1 dropped: chosen and rejected are equal" in line for line in log)
 
 
 def test_overlong_examples_are_dropped_or_truncated(tokenizer, tmp_path):
@@ -159,7 +159,7 @@ def test_overlong_examples_are_dropped_or_truncated(tokenizer, tmp_path):
 def test_rows_without_trained_tokens_are_dropped(tokenizer, tmp_path):
     rows = [{"messages": DIALOGUE[:1]}, {"messages": DIALOGUE[:2]}]
     assert len(SupervisedDataset(write(tmp_path, rows), tokenizer, SupervisedDataConfig())) == 1
-    with pytest.raises(DataError, match=r"no example .* is left .*1 dropped: no token to learn"):
+    with pytest.raises(DataError, match=r"no usable example .*1 dropped: no token to train on"):
         SupervisedDataset(write(tmp_path, rows[:1]), tokenizer, SupervisedDataConfig())
 
 
@@ -169,7 +169,7 @@ def test_rows_without_trained_tokens_are_dropped(tokenizer, tmp_path):
         ({"text": "a"}, {}, r"row 0 has the columns text; expected chat \(messages\) or preference"),
         ({"messages": DIALOGUE}, {"format": "alpaca"}, r"row 0 .*expected alpaca \(instruction, output\)"),
         ({"messages": "hello"}, {}, "row 0: messages is plain text"),
-        ({"chosen": "a", "rejected": "b"}, {}, "format preference, which skyrl_train.entrypoints.main_dpo trains on"),
+        ({"chosen": "a", "rejected": "b"}, {}, "skyrl_train.entrypoints.main_dpo"),
     ],
 )
 def test_rows_of_other_format_are_rejected_by_name(tokenizer, tmp_path, row, settings, message):
@@ -181,7 +181,7 @@ def test_slow_tokenizer_is_rejected(tokenizer):
     class Slow:
         is_fast = False
 
-    with pytest.raises(ConfigError, match="needs a fast tokenizer"):
+    with pytest.raises(ConfigError, match="fast tokenizer"):
         Encoder(Slow(), SupervisedDataConfig())  # type: ignore[arg-type]
 
 

@@ -66,7 +66,7 @@ def test_planted_setting_ranks_first(setting: str, train: Callable[..., Path], b
     [
         (lambda rows: rows[5]["prompt"][0].update(content="write V"), "prompt", "first in row 5, 1 of 16 rows differ"),
         (lambda rows: rows[5].update(worth=0.5), "reward", "1 of 16 rows differ"),
-        (lambda rows: rows.reverse(), None, "the same rows in another order"),
+        (lambda rows: rows.reverse(), None, "the same rows in a different order"),
     ],
     ids=["row", "answer", "order"],
 )

@@ -78,7 +78,7 @@ def test_attention_over_exchanged_heads_matches_plain_attention(
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 
 
-def there_and_back() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def run_round_trip() -> list[tuple[torch.Tensor, torch.Tensor]]:
     ranks = build_sequence_parallel(2)
     assert ranks is not None
     answers = []
@@ -89,7 +89,7 @@ def there_and_back() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_head_exchange_round_trips_in_all_dtypes(run_on_ranks):
-    for rank, answers in enumerate(run_on_ranks(2, there_and_back)):
+    for rank, answers in enumerate(run_on_ranks(2, run_round_trip)):
         for dtype, (heads, difference) in zip(DTYPES, answers, strict=True):
             assert heads.dtype == dtype
             assert torch.equal(heads, (torch.arange(12) + 12 * rank).view(1, 1, 4, 3).to(dtype))
@@ -126,32 +126,32 @@ class OneOfTwo(SequenceParallel):
 
 def test_slice_is_contiguous_and_rejects_indivisible_length():
     assert OneOfTwo().shard(torch.tensor([5, 6, 7, 8]), dim=0).tolist() == [7, 8]
-    with pytest.raises(ValueError, match="2 ranks cannot share 7 positions: pad to a multiple"):
+    with pytest.raises(ValueError, match="7 positions"):
         OneOfTwo().shard(torch.zeros(2, 7), dim=1)
 
 
 def test_indivisible_heads_are_rejected():
     OneOfTwo().check_heads(6)
-    with pytest.raises(ConfigError, match=r"must divide the number of .* attention heads, 7"):
+    with pytest.raises(ConfigError, match="attention heads, 7"):
         OneOfTwo().check_heads(7)
 
 
 def test_single_rank_has_no_group_and_oversized_group_is_rejected(group_of_one):
     assert build_sequence_parallel(1) is None
-    with pytest.raises(ValueError, match="must divide the number of ranks, 1; got 2"):
+    with pytest.raises(ValueError, match="got 2"):
         build_sequence_parallel(2)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_nccl_head_exchange_matches_gloo(run_on_ranks):
-    on_cpu = run_on_ranks(2, there_and_back_on, "cpu")
-    on_gpus = run_on_ranks(2, there_and_back_on, "cuda", device="cuda")
+    on_cpu = run_on_ranks(2, run_round_trip_on, "cpu")
+    on_gpus = run_on_ranks(2, run_round_trip_on, "cuda", device="cuda")
     for expected, actual in zip(on_cpu, on_gpus, strict=True):
         assert torch.equal(actual, expected)
 
 
-def there_and_back_on(device: str) -> torch.Tensor:
+def run_round_trip_on(device: str) -> torch.Tensor:
     ranks = build_sequence_parallel(2)
     assert ranks is not None
     x = torch.arange(24.0, device=device, dtype=torch.bfloat16).view(1, 2, 4, 3)

@@ -4,7 +4,7 @@ tool calls, and white space of its own."""
 import pytest
 from transformers import AutoTokenizer
 
-from skyrl_train.endpoint.openai_api.prompts import ChatOptions, ConversationMemory, EndpointTemplate, Said
+from skyrl_train.endpoint.openai_api.prompts import ChatOptions, ConversationMemory, EndpointTemplate, ReturnedMessage
 from skyrl_train.utils.chat_templates import CUSTOM_CHAT_TEMPLATES
 
 from .conftest import ADD
@@ -32,7 +32,7 @@ def history(arguments) -> list:
 def memory(template):
     memory = ConversationMemory(template)
     prompt = template.render(ASKED, OPTIONS)
-    said = Said.of(history({"a": 2, "b": 3})[1])
+    said = ReturnedMessage.of(history({"a": 2, "b": 3})[1])
     memory.remember("s", 1, prompt, template.encode(prompt), [(said, template.encode(WRITTEN))])
     return memory
 
@@ -53,7 +53,9 @@ def test_conversation_continues_from_sampled_tokens(template, memory):
 def test_conversation_continues_after_empty_completion(template):
     memory, options = ConversationMemory(template), ChatOptions()
     prompt = template.render(ASKED, options)
-    memory.remember("s", 1, prompt, template.encode(prompt), [(Said.of({"role": "assistant", "content": ""}), [])])
+    memory.remember(
+        "s", 1, prompt, template.encode(prompt), [(ReturnedMessage.of({"role": "assistant", "content": ""}), [])]
+    )
     for content in ("", "Five."):
         messages = [*ASKED, {"role": "assistant", "content": content}, *ASKED]
         text = template.render(messages, options)
@@ -75,7 +77,9 @@ def test_changed_earlier_messages_are_rendered_again(template, memory):
 def test_least_recently_used_sessions_are_evicted(template):
     memory = ConversationMemory(template, max_tokens=250)
     for session in ("a", "b", "c"):
-        memory.remember(session, 1, "", list(range(90)), [(Said.of({"role": "assistant", "content": "x"}), [1, 2])])
+        memory.remember(
+            session, 1, "", list(range(90)), [(ReturnedMessage.of({"role": "assistant", "content": "x"}), [1, 2])]
+        )
     conversation = [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]
     assert [memory.has_candidate(session, conversation) for session in ("a", "b", "c")] == [False, True, True]
 
@@ -87,7 +91,7 @@ def test_template_may_drop_thoughts_of_earlier_turns(template, name, keeps_thoug
     written = "<think>two and three</think>Five.<|im_end|>"
     prompt = thinking.render(ASKED, options)
     answer = {"role": "assistant", "content": written.removesuffix("<|im_end|>")}
-    memory.remember("s", 1, prompt, thinking.encode(prompt), [(Said.of(answer), thinking.encode(written))])
+    memory.remember("s", 1, prompt, thinking.encode(prompt), [(ReturnedMessage.of(answer), thinking.encode(written))])
     messages = [*ASKED, answer, ASKED[0], {"role": "assistant", "content": "Five again."}, ASKED[0]]
     ids = memory.find_prompt("s", messages, thinking.render(messages, options), options)
     assert (ids is not None) == keeps_thoughts

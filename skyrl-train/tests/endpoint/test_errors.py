@@ -19,7 +19,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 async def test_unknown_model_returns_not_found(chat_client):
-    with pytest.raises(openai.NotFoundError, match="served: tiny") as raised:
+    with pytest.raises(openai.NotFoundError, match="tiny") as raised:
         await chat_client.chat.completions.create(model="gpt-4", messages=HELLO)
     assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
 
@@ -35,16 +35,16 @@ async def test_prompt_filling_context_is_rejected(chat_client):
     "wrong, param, says",
     [
         ({"messages": []}, "messages", "at least one"),
-        ({"verbosity": "low"}, "verbosity", "leave it out"),
+        ({"verbosity": "low"}, "verbosity", "remove the field"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"temperature": -1}, None, "temperature must be 0"),
-        ({"top_p": 0}, None, "top_p must be above 0"),
+        ({"top_p": 0}, None, "top_p"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
-        ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens", "two names of one thing"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens", "set the same limit"),
         ({"max_tokens": "4"}, "max_tokens", "valid integer"),
-        ({"extra_body": {"stop_token_id": [3]}}, "stop_token_id", "did you mean stop_token_ids"),
+        ({"extra_body": {"stop_token_id": [3]}}, "stop_token_id", "stop_token_ids"),
         ({"extra_body": {"stop_token_ids": [30_000]}}, None, "vocabulary"),
-        ({"extra_body": {"chat_template_kwargs": {"tokenize": True}}}, "chat_template_kwargs", "may not hold"),
+        ({"extra_body": {"chat_template_kwargs": {"tokenize": True}}}, "chat_template_kwargs", "must not contain"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0", "text"),
         ({"messages": [{"role": "robot", "content": "?"}]}, "messages", "'assistant'"),
@@ -136,7 +136,7 @@ async def test_key_is_required_when_configured(chat_engine, chat_model):
 
 async def test_choices_per_request_are_bounded(chat_client):
     for asked in ({"prompt": ["a"] * (MAX_ANSWERS + 1)}, {"prompt": ["a"] * 17, "n": 128}):
-        with pytest.raises(openai.BadRequestError, match="Divide them among several requests") as raised:
+        with pytest.raises(openai.BadRequestError, match="Split them over several requests") as raised:
             await chat_client.completions.create(model="tiny", max_tokens=1, **asked)
         assert (raised.value.code, raised.value.param) == ("too_many_answers", "prompt")
 
@@ -207,7 +207,7 @@ async def test_port_in_use_and_unknown_host_raise_config_error(chat_engine, chat
     async with serving(chat_engine, chat_model) as server:
         port = int(server.url.split(":")[2].removesuffix("/v1"))
         tokenizer = load_tokenizer(chat_model, False)
-        with pytest.raises(ConfigError, match=f"generator.http_endpoint_port={port} is taken"):
+        with pytest.raises(ConfigError, match=f"generator.http_endpoint_port={port}"):
             await EndpointServer(chat_engine, tokenizer, "tiny", port=port).start()
         with pytest.raises(ConfigError, match=r"generator\.http_endpoint_host"):
             await EndpointServer(chat_engine, tokenizer, "tiny", host="192.0.2.1").start()

@@ -96,10 +96,10 @@ async def test_session_has_turn_and_token_budgets():
     assert three.max_tokens == 1, "three answers of a token"
     recorder.release(three)
     recorder.record("tokens", [turn([1], [2, 3], 0)])
-    with pytest.raises(ApiError, match="3 tokens is used up"):
+    with pytest.raises(ApiError, match="3 tokens is exhausted"):
         await recorder.admit("tokens", num_choices=2)
     recorder.record("tokens", [turn([1], [4], 1)])
-    for session, message in (("turns", "2 turns is used up"), ("tokens", "3 tokens is used up")):
+    for session, message in (("turns", "2 turns is exhausted"), ("tokens", "3 tokens is exhausted")):
         with pytest.raises(ApiError, match=message) as refusal:
             await recorder.admit(session)
         assert (refusal.value.status, recorder.take_record(session).used_up) == (403, session)
@@ -120,7 +120,7 @@ async def test_parallel_requests_share_token_budget_of_session():
     await asyncio.sleep(0.01)
     recorder.record("s", [turn([1], list(range(9)), 0)])
     recorder.release(rest.result())
-    with pytest.raises(ApiError, match="10 tokens is used up"):
+    with pytest.raises(ApiError, match="10 tokens is exhausted"):
         await asyncio.wait_for(waits, 5)
 
 
@@ -132,7 +132,7 @@ async def test_request_without_output_returns_turn_and_seed():
     recorder.release(two)
     recorder.release(refused, uses_turns=False)
     assert (await recorder.admit("s")).seeds == (0,), "no other turn has that seed"
-    with pytest.raises(ApiError, match="3 turns is used up"):
+    with pytest.raises(ApiError, match="3 turns is exhausted"):
         await recorder.admit("s")
 
 
@@ -187,7 +187,7 @@ async def test_full_context_is_recoverable_by_shortening_conversation():
     assert recorder.take_record("a").used_up is None
     recorder.begin("a", SessionRules(max_turns=1))
     await recorder.admit("a")
-    with pytest.raises(ApiError, match="1 turns is used up"):
+    with pytest.raises(ApiError, match="1 turns is exhausted"):
         await recorder.admit("a")
     recorder.record("a", [turn([1], [2], 0)])  # an answer that was under way
     assert recorder.take_record("a").used_up == "turns"
@@ -195,13 +195,13 @@ async def test_full_context_is_recoverable_by_shortening_conversation():
 
 async def test_recorder_rejects_ended_sessions():
     recorder = RequestRecorder(begun_only=True)
-    with pytest.raises(ApiError, match="not open"):
+    with pytest.raises(ApiError, match="closed"):
         await recorder.admit("a")
     recorder.begin("a", SessionRules(max_tokens=1))
     admission, waits = await recorder.admit("a"), asyncio.create_task(recorder.admit("a"))
     await asyncio.sleep(0.01)
     taken = recorder.take_record("a")
-    with pytest.raises(ApiError, match="not open"):
+    with pytest.raises(ApiError, match="closed"):
         await asyncio.wait_for(waits, 5)
     recorder.record("a", [turn([1], [2], 0)])  # a process that outlived its trajectory
     recorder.release(admission)

@@ -91,19 +91,19 @@ async def test_client_disconnect_ends_request(chat_engine, chat_model):
             body = {"model": "tiny", "prompt": "abc", "stream": stream, "ignore_eos": True}
             async with httpx.AsyncClient(timeout=30) as client:
                 waiting = asyncio.create_task(client.post(f"{server.url}/completions", json=body))
-                await until(lambda: chat_engine._core.num_running > 0)
+                await wait_until(lambda: chat_engine._core.num_running > 0)
                 await chat_engine.pause_generation("keep")
                 with pytest.raises(RuntimeError, match="requests run"):
                     await chat_engine.sleep()
                 waiting.cancel()
                 await asyncio.wait({waiting})
-            await until(lambda: chat_engine._core.num_running == 0)
+            await wait_until(lambda: chat_engine._core.num_running == 0)
             await chat_engine.sleep()
             await chat_engine.wake_up()
             await chat_engine.resume_generation()
 
 
-async def until(holds) -> None:
+async def wait_until(holds) -> None:
     async with asyncio.timeout(20):
         while not holds():
             await asyncio.sleep(0.001)

@@ -53,7 +53,7 @@ def test_stopped_rank_is_cause_and_peer_waits():
         rank(0, wait(1, "policy worker 0", "forward_backward"), state="T"),
         in_collective(1, "all_gather #12 of layers.3"),
     )
-    assert first.cause == "policy worker 0 (pid 10) is stopped, as by SIGSTOP or a debugger"
+    assert first.cause == "policy worker 0 (pid 10) is stopped, for example by SIGSTOP or a debugger"
     assert first.remedy == "kill -CONT 10 continues it"
     assert first.is_expired
     assert others == []
@@ -95,7 +95,7 @@ def test_rank_missing_collective_is_named():
     first, *_ = diagnosed(in_training(), in_collective(0, "all_reduce #12"), idle)
     assert first.kind is Kind.LEFT_OUT
     assert first.cause == (
-        "policy worker 1 (pid 11) left out all_reduce #12: it has begun 11 collectives and waits for the next call"
+        "policy worker 1 (pid 11) skipped all_reduce #12: it has started 11 collectives and waits for the next call"
     )
 
 
@@ -121,13 +121,13 @@ def test_computing_ranks_report_line_and_collective_count():
 @pytest.mark.parametrize(
     "on, more, words",
     [
-        ("lock /runs/x.lock", {"lock_holders": {"/runs/x.lock": ["pid 77 (rsync), which is not of this run"]}},
-         "pid 77 (rsync), which is not of this run holds the lock /runs/x.lock"),
-        ("lock /a, b", {}, "a process that this machine cannot see holds the lock /a, b"),
+        ("lock /runs/x.lock", {"lock_holders": {"/runs/x.lock": ["pid 77 (rsync), which does not belong to this run"]}},
+         "pid 77 (rsync), which does not belong to this run holds the lock /runs/x.lock"),
+        ("lock /a, b", {}, "a process on another machine holds the lock /a, b"),
         ("file /nfs/ckpts/a.safetensors", {}, "trainer (pid 1) cannot finish writing /nfs/ckpts/a.safetensors"),
         ("http://judge:8000/v1", {}, "no reply from http://judge:8000/v1"),
         (SCHEDULER, {"ray": {"total": {"CPU": 2}, "free": {"CPU": 0}, "waiting": ["actor WorkerProcess (PENDING)"]}},
-         "Ray's scheduler has no place for it (in Ray waits for a place: actor WorkerProcess (PENDING); free: "
+         "Ray's scheduler has no resources for it (waiting for resources in Ray: actor WorkerProcess (PENDING); free: "
          "{'CPU': 0} of {'CPU': 2})"),
         ("engine 3", {}, "engine 3 has not started, or reports no waits"),
     ],
@@ -188,7 +188,8 @@ def test_process_waiting_for_disk_is_named_with_file():
     saving = [wait(1, "policy worker 0", "save_checkpoint"), wait(2, "policy worker 0", "a write", "file /x", parent=1)]
     first, *_ = diagnosed(trainer(wait(1, TRAINER, "save_checkpoint", "policy worker 0")), rank(0, *saving, state="D"))
     assert first.cause == (
-        "policy worker 0 (pid 10) is in the kernel, waiting for a disk or a device in a write, waiting for file /x"
+        "policy worker 0 (pid 10) is blocked in the kernel, waiting for a disk or a device in a write, "
+        "waiting for file /x"
     )
 
 

@@ -42,7 +42,7 @@ def hanging_run(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
 
 def test_folder_without_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(tmp_path / "nowhere")]) == 2
-    assert "is not the folder of a run: it has neither config.yaml nor waits" in capsys.readouterr().err
+    assert "is not a run folder: it has neither config.yaml nor waits" in capsys.readouterr().err
 
 
 def test_finished_run_shows_log_tail(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -98,7 +98,7 @@ def test_copied_folder_names_original_and_signals_no_process(
     hanging_run.send_signal(signal.SIGSTOP)
     assert main([str(tmp_path / "copy")]) == 0
     shown = capsys.readouterr().out
-    assert f"This folder is a copy: its processes belong to {tmp_path / 'run'}" in shown
+    assert f"This folder is a copy of {tmp_path / 'run'}" in shown
     assert "1. no reply from http://judge:1/v1." in shown
     assert observe(tmp_path / "copy").processes[0].state == ELSEWHERE
 
@@ -111,7 +111,7 @@ def test_process_of_other_machine_is_shown_with_host(
         start_recording_waits(tmp_path)
     with waiting("the next group"):
         assert main([str(tmp_path)]) == 0
-    assert "on node-7, not seen from here" in capsys.readouterr().out
+    assert "on node-7, another host" in capsys.readouterr().out
     end_run()
 
 
@@ -122,15 +122,15 @@ def test_read_only_folder_is_explained_on_console(
     assert main([str(tmp_path / "run")]) == 0
     captured = capsys.readouterr()
     assert "1. no reply from http://judge:1/v1." in captured.out
-    assert "the folder of the run cannot be written" in captured.err
+    assert "the run folder is not writable" in captured.err
 
 
 def test_process_without_handler_is_not_signalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The signal would end it."""
     start_recording_waits(tmp_path)
     monkeypatch.setattr(waits, "SIGNAL", signal.SIGRTMAX)
-    waits.note(signal=int(signal.SIGRTMAX))
+    waits.add_facts(signal=int(signal.SIGRTMAX))
     [process] = observe(tmp_path).processes
-    assert process.no_stacks == "it does not handle the signal that asks for them"
+    assert process.no_stacks == "it does not handle the signal that requests stacks"
     assert process.state != GONE
     end_run()

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from skyrl_gym.services import Retries, Service
-from skyrl_gym.waits import FOLDER, PEERS, end_run, note, read_records, waiting
+from skyrl_gym.waits import FOLDER, PEERS, add_facts, end_run, read_records, waiting
 from skyrl_inspect.explain.__main__ import main
 from skyrl_train.distributed.process_group import find_free_port, init_process_group
 from skyrl_train.errors import RolloutError, WorkerError
@@ -122,7 +122,7 @@ def explained(hang: Callable[[], object], run_dir: Path, error: type[Exception] 
     assert time.monotonic() - began < DEADLINE + EXPLAINED_SECONDS
     [path] = (run_dir / "explanations").glob("*.txt")
     first_line = str(raised.value).splitlines()[0]
-    assert f"(who waits for whom: {path})" in first_line
+    assert f"(wait report: {path})" in first_line
     assert json.loads(path.with_suffix(".json").read_text())["cause"] in first_line
     return first_line, path.read_text()
 
@@ -147,7 +147,7 @@ def test_stopped_rank(start_ranks: Callable[[int], ForkedRanks], run_dir: Path):
     os.kill(ranks.pids()[0], signal.SIGSTOP)
     error, text = explained(lambda: call(ranks, "reduce"), run_dir)
     assert f"policy worker 0 (pid {ranks.pids()[0]}) is stopped" in error
-    assert "it stops policy worker 1" in text or "it stops trainer" in text
+    assert "it blocks policy worker 1" in text or "it blocks trainer" in text
     assert "policy worker 1: all_reduce #1, waiting for its peers" in text
     assert "trainer: reduce, waiting for policy worker 0, policy worker 1" in text
     assert "in all_reduce" in text, "stacks of the rank that runs"
@@ -225,7 +225,7 @@ def test_sync_with_killed_engine_is_explained(start_ranks: Callable[[int], Forke
         server.kill()
         error, text = explained(lambda: call(ranks, "sync", url), run_dir)
     assert f"no reply from {url}" in error
-    assert f"it stops policy worker 0 (pid {ranks.pids()[0]}): the reply to POST /update_weights" in text
+    assert f"it blocks policy worker 0 (pid {ranks.pids()[0]}): the reply to POST /update_weights" in text
 
 
 # ---- environments and judges
@@ -377,14 +377,14 @@ def test_unsatisfiable_ray_resources_are_found(ray_cpu: None, run_dir: Path):
 
     from skyrl_train.orchestration.bundles import reserve_bundles
 
-    note(ray=ray.get_runtime_context().gcs_address)
+    add_facts(ray=ray.get_runtime_context().gcs_address)
     asked = int(ray.cluster_resources()["CPU"]) + 1
 
     def reserve() -> None:
         reserve_bundles(asked, "cpu", purpose="the ranks of policy", timeout_seconds=DEADLINE)
 
     error, text = explained(reserve, run_dir)
-    assert f"Ray's scheduler has no place for {asked} CPUs for the ranks of policy" in error
+    assert f"Ray's scheduler has no resources for {asked} CPUs for the ranks of policy" in error
     assert f"of {asked} x {{'CPU': 1.0}} (PENDING)" in text
     assert "free: {'CPU': " in text
 

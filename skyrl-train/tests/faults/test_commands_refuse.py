@@ -43,7 +43,7 @@ LONG_QUESTION = [{"role": "user", "content": "1" + "+1" * 60}]
             "prompt",
             LONG_QUESTION,
             "trainer.seed=1",
-            "all 4 prompts have more than trainer.max_prompt_length=40 tokens",
+            "exceed trainer.max_prompt_length=40 tokens",
             marks=pytest.mark.full,
         ),
         ("prompt", QUESTION, "trainer.policy.model.path=/nowhere", "model.path=/nowhere: there is no such folder"),

@@ -92,7 +92,7 @@ def test_interrupted_run_leaves_no_process(chat_model: str, tmp_path: Path, numb
         run.wait(timeout=30)
     assert code == 130
     said = (tmp_path / "console.log").read_text()
-    assert "told to stop; the same command goes on from the newest checkpoint" in said
+    assert "stop requested; the same command resumes from the newest checkpoint" in said
     assert "Traceback" not in said, said
     num_checkpoints = len(list((tmp_path / "run" / "ckpts").glob("global_step_*")))
     assert num_checkpoints == (1 if number is signal.SIGTERM else 0), "the interval has not come yet"

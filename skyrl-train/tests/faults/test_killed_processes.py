@@ -95,6 +95,6 @@ async def test_engine_start_failure_ends_run(start_run_with_ray, prompt, tmp_pat
     changes = {"placement": {"colocate_all": False}}
     nonsense = {"engine_init_kwargs": {"max_model_len": -9}}
     async with start_run_with_ray(tmp_path, [[prompt("works")]], trainer=changes, generator=nonsense) as trainer:
-        with pytest.raises(WorkerError, match=r"engine 0 could not start: .*max_model_len must be from 2"):
+        with pytest.raises(WorkerError, match="max_model_len"):
             await trainer.train()
     assert time.monotonic() - began < 100

@@ -105,7 +105,7 @@ def test_supported_real_templates_can_be_continued(qwen, test_data):
 def test_template_and_keywords_without_conversation_support_are_refused(characters):
     with pytest.raises(ConfigError, match="drops assistant messages"):
         ChatFormat(characters, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
-    with pytest.raises(ConfigError, match=r"cannot render these messages.*chat_template_kwargs"):
+    with pytest.raises(ConfigError, match="chat_template_kwargs"):
         ChatFormat(characters, "{{ tools | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
 
 

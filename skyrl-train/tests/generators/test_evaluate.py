@@ -59,7 +59,7 @@ async def test_failed_source_has_no_score_and_failed_set_raises(characters, conf
     assert metrics["eval/all/avg_score"] == 0.5
     failing = [rows(("code", [None, None])), rows(("code", [None, None]))]
     failing[1][0]["uid"] = "1"
-    with pytest.raises(AllRolloutsFailedError, match=r"all 4 rollouts of the evaluation failed.*: tool: gone"):
+    with pytest.raises(AllRolloutsFailedError, match="tool: gone"):
         await evaluate(failing, Grader(characters), config, global_step=4, tokenizer=characters)
     assert (tmp_path / "dumped_evals" / "global_step_4_evals" / "code.jsonl").exists()
 

@@ -49,7 +49,7 @@ def checked(output: Any, limits: LengthLimits | None = None, num_trajectories: i
         ),
         (
             {"prompt_token_ids": [[], [1, 2]]},
-            Failure("infrastructure", "must have a prompt and a response; they are of 0 and 2 tokens"),
+            Failure("infrastructure", "must have a prompt and a response; they have 0 and 2 tokens"),
         ),
         (
             {"prompt_token_ids": [[1] * 5, [1, 2]]},

@@ -194,11 +194,11 @@ class TestRetokenized:
         played = await game(
             characters, [[say("a")]], [{"steps": [{}]}], settings=settings, sampling=self.sampling
         ).play()
-        assert "rewrote the prompt" in played.output["failures"][0].message
+        assert "changed the prompt" in played.output["failures"][0].message
         assert table(characters, played.output) == [("<|im_end|>", 0, 0.0)]
 
     async def test_log_probs_are_refused(self, game, say, characters):
-        with pytest.raises(ConfigError, match=r"generator\.sampling_params\.logprobs=0 must be null"):
+        with pytest.raises(ConfigError, match=r"generator\.sampling_params\.logprobs=0"):
             await game(characters, [[say("a")]], [{"steps": [{}]}], settings=self.settings()).play()
 
     async def test_template_without_generation_blocks_is_refused(self, game, say, characters, tmp_path):

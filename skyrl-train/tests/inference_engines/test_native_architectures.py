@@ -185,5 +185,5 @@ def test_trainer_provides_all_weights_of_engine(name, folder_of):
 
 
 def test_linear_attention_rejects_speculation(folder_of):
-    with pytest.raises(ConfigError, match=r"num_speculative_tokens=4 cannot go with .*linear attention.*Set it to 0"):
+    with pytest.raises(ConfigError, match="num_speculative_tokens=4"):
         NativeInferenceEngine(folder_of("qwen3_5"), num_speculative_tokens=4)

@@ -195,7 +195,7 @@ async def test_interrupted_constrained_completion_resumes_exactly(engine, cut):
 async def test_prompt_suffix_contradicting_constraint_is_rejected(engine):
     with pytest.raises(ValueError, match=r"num_answer_tokens.*contradict"):
         await ask(engine, [PROMPT], constraint={"json_schema": PERSON}, num_answer_tokens=3)
-    with pytest.raises(ValueError, match="num_answer_tokens=99 must be at most the 20"):
+    with pytest.raises(ValueError, match="num_answer_tokens=99"):
         await ask(engine, [PROMPT], num_answer_tokens=99)
 
 
@@ -234,7 +234,7 @@ async def test_unusable_constraint_error_names_reason(engine):
         ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 1}}, "nsatisfiable"),
         ({"json_schema": {"type": "integer", "minimum": -9, "maximum": -1, "multipleOf": 3}}, "cannot be used"),
         ({"json_schema": {"$ref": "https://example.com/schema"}}, "not present"),
-        ({"json_schema": "{"}, "no JSON schema"),
+        ({"json_schema": "{"}, "not a valid JSON schema"),
         ({"json_schema": {"type": "string", "pattern": "("}}, "regex"),
         ({"json_schema": deep}, f"{MAX_DEPTH} levels"),
         ({"json_schema": {"enum": ["x" * MAX_CHARACTERS]}}, f"{MAX_CHARACTERS} characters"),

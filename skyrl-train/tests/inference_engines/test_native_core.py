@@ -304,7 +304,7 @@ def test_peak_memory_is_released_after_smaller_batch(tiny_models):
 
 
 def test_unknown_dtype_raises_config_error(tiny_models):
-    with pytest.raises(ConfigError, match="dtype must be one of float32, bfloat16, float16; got 'int8'"):
+    with pytest.raises(ConfigError, match=r"dtype .*'int8'"):
         make_core(tiny_models("qwen3"), dtype="int8")
 
 

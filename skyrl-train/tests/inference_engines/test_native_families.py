@@ -42,12 +42,12 @@ REFUSED_BY_CONFIG = {
         _HEADS | _EXPERTS | {"quantization_config": {"quant_method": "mxfp4"}},
         r"its weights are quantized \(mxfp4\)",
     ),
-    "StableLmConfig": (_SIZES, "StableLmForCausalLM of transformers takes no attention but its own"),
+    "StableLmConfig": (_SIZES, "StableLmForCausalLM of transformers does not allow another attention"),
     "FalconConfig": (
         _ENDS | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
-        "FalconForCausalLM of transformers takes no attention but its own",
+        "FalconForCausalLM of transformers does not allow another attention",
     ),
-    "BloomConfig": (_ENDS | {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "BloomForCausalLM of transformers takes"),
+    "BloomConfig": (_ENDS | {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "BloomForCausalLM of transformers"),
     "JambaConfig": (
         _SIZES | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False},
         "it has layers of linear_attention",

@@ -14,7 +14,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
-from skyrl_train.inference_engines.native.speculation import MAX_NGRAM, MIN_NGRAM, Places, find_drafts
+from skyrl_train.inference_engines.native.speculation import MAX_NGRAM, MIN_NGRAM, SamplingPositions, find_drafts
 from skyrl_train.inference_engines.request import Completion
 from skyrl_train.models.routing_replay import RoutingReplay
 
@@ -53,7 +53,7 @@ def test_look_up_finds_longest_matching_suffix(tokens, num):
 
 def test_drafts_are_accepted_up_to_first_mismatch():
     drafts = [np.array(own, np.int64) for own in ([5, 6], [], [7, 8, 9], [4])]
-    places = Places.from_drafts(drafts)
+    places = SamplingPositions.from_drafts(drafts)
     assert places.rows.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3]
     assert places.offsets.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 0, 1]
     drawn = np.array([5, 6, 1, 3, 7, 0, 9, 2, 0, 4])

@@ -73,7 +73,7 @@ async def test_control_calls_bypass_request_queue(ray_cpu: None, chat_model: str
             engine.generate_batch(bad), engine.generate_batch(BATCH), return_exceptions=True
         )
         assert isinstance(refused, ValueError) and refused.__notes__ == [
-            f"raised in engine 0; whole traceback: {log_file}"
+            f"raised in engine 0; full traceback: {log_file}"
         ]
         assert not isinstance(output, BaseException) and output["response_ids"] == outputs[0]["response_ids"]
 
@@ -99,7 +99,7 @@ async def test_control_calls_bypass_request_queue(ray_cpu: None, chat_model: str
             await engine.weight_version()
             await engine._call_control(Stoppable.occupy, 300.0, False)
             await actor.check_health.remote(0.5)
-            with pytest.raises(WorkerError, match=r"neither answered nor computed anything for 0.5 s"):
+            with pytest.raises(WorkerError, match=r"0\.5 s"):
                 while True:
                     await actor.check_health.remote(0.5)
     finally:

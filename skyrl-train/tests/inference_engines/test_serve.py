@@ -80,4 +80,4 @@ def test_port_in_use_error_names_setting(chat_model, tmp_path):
         with serving(chat_model, tmp_path, f"generator.http_endpoint_port={port}") as process:
             assert first_line(process) == ""
             assert process.wait(_END_SECONDS) == 1
-    assert f"ConfigError: generator.http_endpoint_port={port} is taken" in (tmp_path / "errors").read_text()
+    assert f"ConfigError: generator.http_endpoint_port={port} is in use" in (tmp_path / "errors").read_text()

@@ -141,9 +141,7 @@ async def test_silent_engine_is_suspect_then_dead_after_three_intervals(supervis
     deaf.seconds_to_answer = 1000
     waits = asyncio.create_task(supervisor.run(0, lambda _: asyncio.sleep(1000)))  # hangs as the engine does
     began = asyncio.get_running_loop().time()
-    with pytest.raises(
-        EngineFailure, match=r"engine 0 neither said that it is well nor computed anything for 1.5 s .three times"
-    ):
+    with pytest.raises(EngineFailure, match=r"engine 0 .* 1\.5 s"):
         await waits
     assert asyncio.get_running_loop().time() - began > 1.4
     await supervisor.wait_until_healthy()
@@ -220,7 +218,9 @@ async def test_exhausted_restarts_fail_all_callers(supervise: Made):
     await supervisor.wait_until_healthy()
     healthy_call = asyncio.create_task(supervisor.run(1, lambda _: asyncio.sleep(1000)))
     await supervisor.engines[0].teardown()
-    expected = "the native engine is closed\nit is not started again: generator.max_engine_restarts=1 are used up"
+    expected = (
+        "the native engine is closed\nit is not restarted: all generator.max_engine_restarts=1 restarts were used"
+    )
     with pytest.raises(WorkerError, match=expected):
         await supervisor.wait_until_healthy()
     for late in (
@@ -240,7 +240,7 @@ async def test_unstartable_engine_is_not_retried(chat_model: str):
 
     never = NeverUp(chat_model)
     supervisor = Supervisor([never], GeneratorConfig(), None, lambda: None)
-    with pytest.raises(WorkerError, match="could not start: no such model"):
+    with pytest.raises(WorkerError, match="no such model"):
         await supervisor.wait_until_healthy()
     assert supervisor.get_engines_with_health(Health.LOST) == [0]
     await supervisor.close()
@@ -274,7 +274,7 @@ async def test_start_has_deadline(supervise: Made):
 
     supervisor.prepare = never
     await supervisor.engines[0].teardown()
-    with pytest.raises(WorkerError, match=r"engine 0 did not start within generator.engine_start_timeout_seconds=0.3"):
+    with pytest.raises(WorkerError, match=r"generator\.engine_start_timeout_seconds=0\.3"):
         await supervisor.wait_until_healthy()
 
 

@@ -84,7 +84,7 @@ def test_crashed_writer_leaves_previous_adapter_or_none(tiny_model, tmp_path, mo
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match="no space left"):
         write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
-    with pytest.raises(ValueError, match="no adapter can be read from"):
+    with pytest.raises(ValueError, match="no adapter could be read from"):
         read_adapter(tmp_path / "1")
     monkeypatch.setattr(os, "fsync", fsync)
     write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
@@ -97,7 +97,7 @@ def test_crashed_writer_leaves_previous_adapter_or_none(tiny_model, tmp_path, mo
 @pytest.mark.parametrize("init_method", ["pissa", "pissa_niter_4", "olora"])
 def test_adapters_with_weight_modifying_init_are_rejected(tiny_model, tmp_path, init_method):
     model = adapted(tiny_model, init_method=init_method)
-    with pytest.raises(ConfigError, match=f"init_method='{init_method}', which moves a part of the model's weights"):
+    with pytest.raises(ConfigError, match=f"init_method='{init_method}'"):
         write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
 
 

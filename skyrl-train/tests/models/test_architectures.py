@@ -120,14 +120,14 @@ def test_backends_accept_listed_models_and_reject_others(strategy):
         if strategy != "megatron" or architecture.megatron:
             check(config, policy, "trainer.policy")
         else:
-            with pytest.raises(ConfigError, match=f"no map of .*'{config.model_type}'.*use trainer.strategy=fsdp2"):
+            with pytest.raises(ConfigError, match=f"model_type='{config.model_type}'.*trainer.strategy=fsdp2"):
                 check(config, policy, "trainer.policy")
 
 
 def test_quantized_weights_error_suggests_fix(tmp_path: Path):
     config = hf.GptOssConfig(quantization_config={"quant_method": "mxfp4"})
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot be trained: its weights are quantized \(mxfp4\).*Mxfp4Config"):
+    with pytest.raises(ConfigError, match=r"mxfp4.*Mxfp4Config"):
         load_causal_lm(str(tmp_path), device=CPU)
 
 
@@ -143,5 +143,5 @@ class _TwoRanks:
 
 
 def test_linear_attention_rejects_sequence_parallelism():
-    with pytest.raises(ConfigError, match=r"sequence_parallel_size=2 cannot go with qwen3_5_text.*Set it to 1"):
+    with pytest.raises(ConfigError, match="sequence_parallel_size=2"):
         set_attention(ARCHITECTURES["qwen3_5"].build(), True, _TwoRanks())  # pyright: ignore[reportArgumentType]

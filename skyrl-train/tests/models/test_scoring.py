@@ -160,7 +160,7 @@ def test_parameter_names_match_transformers(tiny_model: str):
 def test_nonlinear_output_layer_is_rejected(tiny_model: str):
     model = load_causal_lm(tiny_model, device=CPU)
     model.lm_head = nn.Sequential(model.lm_head)
-    with pytest.raises(ConfigError, match=r"output layer of Qwen3ForCausalLM is a Sequential.*lora\.target_modules"):
+    with pytest.raises(ConfigError, match=r"lora\.target_modules"):
         ScoringModel(model)
 
 

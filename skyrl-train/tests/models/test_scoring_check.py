@@ -102,7 +102,7 @@ def test_model_with_inconsistent_attention_is_always_rejected(packing, attention
             both.append(model(ids, use_cache=False).logits.log_softmax(-1))
     assert (both[0] - both[1]).abs().max() > 0.05, "transformers has mended it: take another model for this test"
     model.config._attn_implementation_internal = attention
-    with pytest.raises(ConfigError, match=r"No setting changes that"):
+    with pytest.raises(ConfigError, match=r"No setting changes this"):
         check_scoring(ScoringModel(model, packing=packing), "falcon")
     assert model.config._attn_implementation == attention
 
@@ -120,10 +120,10 @@ class AlwaysFused(hf.LlamaForCausalLM):
 def test_model_with_fused_reference_kernel_is_rejected():
     model = build(AlwaysFused, hf.LlamaConfig)
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ConfigError, match=r"calls a fused attention kernel .*eager.*Set trainer.flash_attn=false\.$"):
+    with pytest.raises(ConfigError, match=r"trainer.flash_attn=false\.$"):
         check_scoring(ScoringModel(model, packing=False), "fused")
     model.set_attn_implementation("eager")
-    with pytest.raises(ConfigError, match=r"calls a fused attention kernel .*eager.*No setting changes that"):
+    with pytest.raises(ConfigError, match=r"calls a fused attention kernel .*eager.*No setting changes this"):
         check_scoring(ScoringModel(model, packing=False), "fused")
 
 
@@ -141,7 +141,7 @@ def test_undeclared_logit_caps_are_detected():
     model = gemma2()
     check_scoring(ScoringModel(model), "gemma2")
     model.config.attn_logit_softcapping = 1e6
-    with pytest.raises(ConfigError, match=r"caps scores \(attn_logit_softcapping=1000000.0\), its layers ask for \[50"):
+    with pytest.raises(ConfigError, match=r"attn_logit_softcapping=1000000\.0"):
         check_scoring(ScoringModel(model), "gemma2")
 
 
@@ -179,7 +179,7 @@ def test_undeclared_sliding_window_is_detected_with_short_rows():
     for layer in model.model.layers:
         layer.self_attn.config = hf.MistralConfig(**BASE, sliding_window=4096)
         layer.self_attn.config._attn_implementation = model.config._attn_implementation
-    with pytest.raises(ConfigError, match=r"windows \[None, None, None\], its layers ask for \[4096, 4096, 4096\]"):
+    with pytest.raises(ConfigError, match=r"windows \[None, None, None\]"):
         check_scoring(ScoringModel(model), "mistral")
 
 

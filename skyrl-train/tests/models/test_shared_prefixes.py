@@ -82,7 +82,7 @@ def test_prefix_aware_token_budget_gives_same_update(rows: Any):
     schedule = Schedule.of(lengths, [range(len(rows))], 1, micro_batch_size=1, max_tokens=26, prefixes=order)
     weights = torch.arange(1.0, 1 + len(rows) * NUM_RESPONSE).view(len(rows), NUM_RESPONSE)
     shared, separate = model(), model(share=False)
-    [micro_batches] = schedule.whole()
+    [micro_batches] = schedule.merge_mini_batches()
     assert 1 < len(micro_batches) < len(rows)
     for micro in micro_batches:
         chosen = schedule.rows[0][list(micro.rows)]

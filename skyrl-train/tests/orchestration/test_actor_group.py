@@ -28,7 +28,7 @@ class PipelineRank:
         return self.rank, rows
 
 
-class RanksHere:
+class InProcessRanks:
     """Ranks as objects of this process."""
 
     def __init__(self, num_ranks: int):
@@ -46,7 +46,7 @@ class RanksHere:
 
 def test_rows_reach_all_stages_and_results_are_from_last_stage():
     async def answers() -> list[Any]:
-        group = ActorGroup("policy", RanksHere(4), device="cpu", timeout_seconds=10)
+        group = ActorGroup("policy", InProcessRanks(4), device="cpu", timeout_seconds=10)
         await group.init_model()
         assert (group.data_parallel_size, group.token_budget(100)) == (2, 200)
         assert await group.call_all(PipelineRank.answer, "same") == [(rank, "same") for rank in range(4)]
@@ -56,7 +56,7 @@ def test_rows_reach_all_stages_and_results_are_from_last_stage():
 
 
 async def test_reservation_delays_calls_of_other_tasks_only():
-    group = ActorGroup("policy", RanksHere(2), device="cpu", timeout_seconds=10)
+    group = ActorGroup("policy", InProcessRanks(2), device="cpu", timeout_seconds=10)
     order: list[str] = []
 
     async def call(name: str) -> None:
@@ -78,7 +78,7 @@ async def test_reservation_delays_calls_of_other_tasks_only():
 
 
 async def test_failed_reservation_ends():
-    group = ActorGroup("policy", RanksHere(2), device="cpu", timeout_seconds=10)
+    group = ActorGroup("policy", InProcessRanks(2), device="cpu", timeout_seconds=10)
     await group.init_model()
     with pytest.raises(ZeroDivisionError):
         async with group.reserve():

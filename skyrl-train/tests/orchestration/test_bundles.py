@@ -46,22 +46,22 @@ def test_groups_spanning_nodes_are_named():
     assert groups_across_nodes(["a"] * 4 + ["b"] * 4, 4) == []
 
 
-def num_groups_with_places() -> int:
+def count_placed_groups() -> int:
     return sum(entry["state"] in ("CREATED", "PENDING") for entry in placement_group_table().values())
 
 
 @pytest.mark.slow
 def test_ranks_acquire_all_slots_or_none_and_release_them(ray_cpu: None, tmp_path: Path):
-    before = num_groups_with_places()
+    before = count_placed_groups()
     asked = int(ray.cluster_resources()["CPU"]) + 1
     with pytest.raises(WorkerError, match=rf"{asked} CPUs for the ranks of policy did not become free within 0.5 s"):
         reserve_bundles(asked, "cpu", purpose="the ranks of policy", timeout_seconds=0.5)
-    assert num_groups_with_places() == before
+    assert count_placed_groups() == before
     ranks = RayRanks("policy", dict, (), num_ranks=3, device="cpu", log_folder=tmp_path)
-    assert num_groups_with_places() == before + 1
+    assert count_placed_groups() == before + 1
     assert ranks.nodes == nodes_of_run() * 3
     ranks.kill()
-    assert num_groups_with_places() == before
+    assert count_placed_groups() == before
 
 
 @pytest.mark.slow

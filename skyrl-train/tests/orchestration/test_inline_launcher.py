@@ -32,20 +32,20 @@ CRITIC = {"critic": {"model": {"path": "m"}}, "algorithm": {"advantage_estimator
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"placement": {"policy_num_gpus_per_node": 2}}, r"policy_num_gpus_per_node=2 must be 1 with .*=inline"),
-        ({"placement": {"policy_num_nodes": 2}}, r"policy_num_nodes=2 must be 1 .*use trainer.placement.launcher=ray"),
-        ({"placement": {"ref_num_nodes": 3}}, r"ref_num_nodes=3 must be 1"),
-        ({"placement": {"critic_num_gpus_per_node": 2}, "trainer": CRITIC}, r"critic_num_gpus_per_node=2 must be 1"),
+        ({"placement": {"policy_num_gpus_per_node": 2}}, "policy_num_gpus_per_node=2"),
+        ({"placement": {"policy_num_nodes": 2}}, "trainer.placement.launcher=ray"),
+        ({"placement": {"ref_num_nodes": 3}}, "ref_num_nodes=3"),
+        ({"placement": {"critic_num_gpus_per_node": 2}, "trainer": CRITIC}, "critic_num_gpus_per_node=2"),
         (
             {"generator": {"weight_sync_strategy": "cuda_ipc"}, "placement": {"device": "cuda"}},
-            r"cuda_ipc hands memory",
+            "cuda_ipc",
         ),
         (
             {
                 "generator": {"weight_sync_strategy": "broadcast", "weight_sync_backend": "nccl"},
                 "placement": {"device": "cuda"},
             },
-            r"weight_sync_strategy=broadcast with .*=nccl needs a GPU for each side",
+            "weight_sync_strategy=broadcast",
         ),
     ],
 )
@@ -57,7 +57,7 @@ def test_multi_process_settings_are_refused(changes: dict[str, Any], words: str)
 def test_engines_with_separate_processes_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("skyrl_train.config.engine_kinds.find_spec", lambda name: True)  # as if installed
     for backend in ("vllm", "sglang"):
-        with pytest.raises(ConfigError, match=rf"generator.backend={backend} runs in processes of its own.*native"):
+        with pytest.raises(ConfigError, match=rf"generator.backend={backend} .*native"):
             validate_generator_cfg(settings(generator={"backend": backend}))
     elsewhere = {"run_engines_locally": False, "remote_inference_engine_urls": ["127.0.0.1:8000"], "backend": "vllm"}
     validate_generator_cfg(settings(generator=elsewhere, placement={"colocate_all": False}))
@@ -71,7 +71,7 @@ def test_auto_selects_native_engine_on_gpu(monkeypatch: pytest.MonkeyPatch):
 def test_ray_cluster_with_inline_launcher_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     for validate in (validate_cfg, validate_generator_cfg):
-        with pytest.raises(ConfigError, match=r"RAY_ADDRESS=10.0.0.1:6379 names a Ray cluster"):
+        with pytest.raises(ConfigError, match=r"RAY_ADDRESS=10\.0\.0\.1:6379"):
             validate(settings())
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS"):
         validate_supervised_cfg({**settings(), "data": {"train_data": ["x"]}}, SupervisedConfig)
@@ -159,14 +159,14 @@ def test_gpu_random_state_is_swapped():
 
 async def test_failed_call_names_worker_and_keeps_worker_usable():
     rank = InlineRank("policy", Draws, (3,), "cpu")
-    with pytest.raises(WorkerError, match=r"^policy worker 0 raised RuntimeError: out of luck\n.*in fail: raise"):
+    with pytest.raises(WorkerError, match=r"^policy worker 0 .*RuntimeError: out of luck\n"):
         await answer(rank, "fail")
     assert len(await answer(rank, "draw")) == 1
     await rank.shutdown()
     cannot = InlineRank("critic", Draws, ("no seed",), "cpu")
     with pytest.raises(ValueError, match=r"no seed") as error:
         await answer(cannot, "draw")
-    assert error.value.__notes__[0].startswith("raised in critic worker 0; whole traceback: ")
+    assert error.value.__notes__[0].startswith("raised in critic worker 0; full traceback: ")
     await cannot.shutdown()
 
 

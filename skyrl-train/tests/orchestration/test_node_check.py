@@ -12,8 +12,8 @@ import fsspec
 import pytest
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.orchestration.node_check import Paths, answer_path, differences, paths_of, problems_of, view_of
-from skyrl_train.utils.storage import location, write_whole
+from skyrl_train.orchestration.node_check import Paths, differences, get_response_path, paths_of, problems_of, view_of
+from skyrl_train.utils.storage import location, replace_file
 
 
 def node(root: Path, *, token: str | None = "token", weights: int = 10, config: str = "{}") -> Paths:
@@ -37,26 +37,26 @@ def problems(driver: Paths, other: Paths) -> list[str]:
 def test_node_with_same_folder_has_no_problems(tmp_path: Path):
     driver = node(tmp_path)
     assert problems(driver, driver) == []
-    assert answer_path(driver.tokens["trainer.run_dir"], "id").is_file()
+    assert get_response_path(driver.tokens["trainer.run_dir"], "id").is_file()
 
 
 def test_node_with_different_run_folder_is_named(tmp_path: Path):
     driver, other = node(tmp_path / "a"), node(tmp_path / "b", token=None)
     run = tmp_path / "a" / "run"
     assert problems(driver, other) == [
-        f"node node-b has another folder at trainer.run_dir={run} than node node-a, or none"
+        f"node node-b has a different folder, or none, at trainer.run_dir={run} than node node-a"
     ]
 
 
 def test_copied_token_is_rejected(tmp_path: Path):
     """The node reads the token, but its answer does not arrive: a snapshot of the folder, say."""
     [problem] = problems(node(tmp_path / "a"), node(tmp_path / "b"))
-    assert "has another folder at trainer.run_dir" in problem
+    assert "has a different folder, or none, at trainer.run_dir" in problem
 
 
 def test_node_without_write_access_is_named_with_reason(tmp_path: Path):
     driver = node(tmp_path)
-    answer_path(driver.tokens["trainer.run_dir"], "id").mkdir()  # nothing can be written there
+    get_response_path(driver.tokens["trainer.run_dir"], "id").mkdir()  # nothing can be written there
     [problem] = problems(driver, driver)
     assert problem.startswith(f"node node-b cannot write into trainer.run_dir={tmp_path / 'run'}: ")
 
@@ -72,7 +72,9 @@ def test_different_model_is_named_with_file(tmp_path: Path, other: dict, words: 
     driver = node(tmp_path / "a")
     there = view_of(node(tmp_path / "b", **other), "id", "node-b")
     [problem] = differences(view_of(driver, "own", "node-a").models, there.models, driver.models, there.node)
-    assert problem == f"node node-b sees other files at trainer.policy.model.path={tmp_path / 'a' / 'model'}: {words}"
+    assert (
+        problem == f"node node-b sees different files at trainer.policy.model.path={tmp_path / 'a' / 'model'}: {words}"
+    )
 
 
 def test_missing_model_is_named(tmp_path: Path):
@@ -111,14 +113,16 @@ def test_bucket_token_is_read_and_written_by_every_node(tmp_path: Path, tiny_mod
     paths = paths_of(SkyRLConfig.from_dict({"trainer": values}), [], "abc")
     assert list(paths.tokens) == ["trainer.run_dir", "trainer.ckpt_path"]
     for path in paths.tokens.values():
-        write_whole(path, "token")
+        replace_file(path, "token")
     try:
         here = view_of(paths, "own", "node-a")
         assert problems_of(here, view_of(paths, "id", "node-b"), paths, "id") == []
         elsewhere = {"trainer.ckpt_path": location("memory://other/.node_check_abc")}
         blind = replace(paths, tokens=paths.tokens | elsewhere)
         [problem] = problems_of(here, view_of(blind, "blind", "node-b"), paths, "blind")
-        assert problem.startswith("node node-b has another folder at trainer.ckpt_path=memory://bucket/ckpts than node")
+        assert problem.startswith(
+            "node node-b has a different folder, or none, at trainer.ckpt_path=memory://bucket/ckpts than node"
+        )
     finally:
         fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
@@ -187,4 +191,4 @@ def test_second_node_is_refused_until_run_folder_is_shared(tmp_path: Path):
         command = [sys.executable, "-c", SCRIPT, str(tmp_path), short]
         finished = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert finished.stdout.rstrip().endswith("accepted"), finished.stderr[-3000:]
-    assert f"has another folder at trainer.run_dir={tmp_path / 'runs' / 'first'}" in finished.stdout
+    assert f"has a different folder, or none, at trainer.run_dir={tmp_path / 'runs' / 'first'}" in finished.stdout

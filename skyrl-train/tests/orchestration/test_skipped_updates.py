@@ -35,9 +35,7 @@ def test_successful_update_resets_skip_count():
     name = "policy/consecutive_skipped_updates"
     assert updates.count(learnt(True, True), batch(), is_last_step=False) == {name: 2.0}
     assert updates.count(learnt(False, True, True), batch(), is_last_step=False) == {name: 2.0}
-    with pytest.raises(
-        NonFiniteUpdateError, match=r"^3 optimizer steps of the policy in a row were skipped \(trainer.max"
-    ):
+    with pytest.raises(NonFiniteUpdateError, match=r"^3 optimizer steps of the policy .*trainer\.max"):
         updates.count(learnt(True, False), batch(), is_last_step=False)
 
 
@@ -56,7 +54,7 @@ def test_successful_update_resets_skip_count():
         ),
         ({"base_action_log_probs": [math.inf, 0.0, 0.0]}, {}, "log-probs of the reference model"),
         ({"advantages": [1.0, 1.0, 1.0]}, {"kl_loss": math.nan}, "kl_loss"),
-        ({"advantages": [1.0, 1.0, 1.0]}, {}, "the gradient alone"),
+        ({"advantages": [1.0, 1.0, 1.0]}, {}, "only the gradient"),
     ],
 )
 def test_error_names_first_non_finite_quantity(columns: dict[str, list[float]], losses: dict[str, Any], cause: str):
@@ -67,7 +65,7 @@ def test_error_names_first_non_finite_quantity(columns: dict[str, list[float]], 
 
 
 def test_run_without_any_update_raises():
-    with pytest.raises(NonFiniteUpdateError, match="the run ends without an update"):
+    with pytest.raises(NonFiniteUpdateError, match="without an update"):
         counter(limit=10).count(learnt(True), batch(), is_last_step=True)
     updates = counter(limit=10)
     updates.count(learnt(False), batch(), is_last_step=False)
@@ -79,7 +77,7 @@ def test_resumed_run_continues_skip_count():
     before, resumed = counter(limit=3), counter(limit=3)
     before.count(learnt(False, True, True), batch(), is_last_step=False)
     resumed.load_state(before.state())
-    with pytest.raises(NonFiniteUpdateError, match=r"^3 optimizer steps of the policy in a row"):
+    with pytest.raises(NonFiniteUpdateError, match=r"^3 optimizer steps of the policy"):
         resumed.count(learnt(True), batch(), is_last_step=False)
     resumed = counter(limit=10)
     resumed.load_state(before.state())

@@ -71,7 +71,7 @@ def test_adapters_are_counted_as_peft_makes_them(llama: str):
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("nobody/no-such-model", "not in the cache.*--config-file nobody/no-such-model=FILE"),
+        ("nobody/no-such-model", "--config-file"),
         ("/no/such", "no config.json"),
     ],
 )

@@ -26,7 +26,7 @@ def test_plan_of_published_size_fits_and_is_complete(capsys: pytest.CaptureFixtu
     assert status == 0 and text.endswith("fits\n")
     for words in (
         "7.616 B parameters", "generate ", "policy log-probs", "train policy", "reference log-probs", "sync weights",
-        "keys and values", "answers of full length at once", "time of a step", "published speeds", "cost of the run",
+        "keys and values", "completions of full length", "time of a step", "published speeds", "cost of the run",
     ):  # fmt: skip
         assert words in text, words
     assert ("engines are planned as vLLM" in text) != EngineRegistry.get_requirements("vllm").is_installed
@@ -61,7 +61,7 @@ def test_undivided_reference_is_named(capsys: pytest.CaptureFixture[str]):
     ]  # fmt: skip
     _, text = plan(capsys, *overrides)
     assert "each of 8 ranks holds all 61 GB" in text and "trainer.ref.megatron_config" in text
-    assert "is not divided" not in plan(capsys, *SEVEN)[1]
+    assert "is not sharded" not in plan(capsys, *SEVEN)[1]
 
 
 def test_measured_times_correct_estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -89,13 +89,13 @@ def test_measured_times_correct_estimate(capsys: pytest.CaptureFixture[str], tmp
         (["trainer.policy.model.path=Some/Model"], "--config-file Some/Model=FILE"),
         (["--device=h1000"], "--device h1000 is not known; choose one of cpu, h100-80"),
         (["--devise=h100-80"], "unknown option --devise"),
-        ([*SEVEN, "--config-file=missing.json"], "there is no such file"),
+        ([*SEVEN, "--config-file=missing.json"], "no such file"),
         ([*SEVEN, "--config-file=Other/Model=missing.json"], "no model of the run has this path"),
         ([*SEVEN, "trainer.placement.device=cpu"], "contradicts trainer.placement.device=cpu"),
         ([*SEVEN, "trainer.placement.policy_num_nodes=4", "trainer.placement.ref_num_nodes=4",
           "generator.num_inference_engines=32", "--nodes=2"], "on 32 devices.*--nodes 2 x --gpus-per-node 8 has 16"),
         ([*SEVEN, "--nodes=1", "--gpus-per-node=4"], "policy_num_gpus_per_node=8 is more than the 4 devices"),
-        ([*SEVEN, "--measured=/no/run"], "is no run folder"),
+        ([*SEVEN, "--measured=/no/run"], "is not a run folder"),
     ],
 )  # fmt: skip
 def test_invalid_input_is_named_with_remedy(

@@ -36,7 +36,7 @@ def test_uneven_shares_are_filled_up():
 def test_prompts_left_out_are_counted():
     plan = step_plan(settings(**{"trainer.epochs": 3}), num_prompts=30)
     assert (plan.num_steps, plan.prompts_left_out) == (9, 6)  # 3 batches of 8 an epoch
-    assert "left out: 6 prompts an epoch" in str(plan)
+    assert "dropped: 6 prompts per epoch" in str(plan)
     assert "9 training steps; optimizer steps: 18 of the policy" in str(plan)
     assert step_plan(settings(**{"trainer.epochs": 3, "trainer.max_training_steps": 4}), num_prompts=30).num_steps == 4
 

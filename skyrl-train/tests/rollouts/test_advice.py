@@ -41,7 +41,7 @@ def test_predicted_utilisation_follows_slower_side(max_running: int, group_secon
     ("max_running", "trainer", "slots", "setting"),
     [
         (6, 1.0, 1.0, "both sides are busy"),
-        (6, 1.0, 0.2, "give some of their GPUs to training"),
+        (6, 1.0, 0.2, "move some of their GPUs to training"),
         (6, 0.3, 0.4, "raise trainer.fully_async.max_staleness_steps"),
         (3, 0.3, 1.0, r"num_parallel_generation_workers \(at most 6\)"),
         (6, 0.3, 1.0, "add engines, or raise trainer.fully_async.max_staleness_steps"),

@@ -14,7 +14,7 @@ def test_group_position_equals_prompt_position():
     arrivals = Arrivals(None)
     arrivals.request("abc")
     arrivals.add(group("c", 0, 0))
-    assert {place: each.uid for place, each in arrivals.places(3).items()} == {2: "c"}
+    assert {place: each.uid for place, each in arrivals.compute_positions(3).items()} == {2: "c"}
 
 
 def test_dynamic_sampling_shifts_or_keeps_group_positions():
@@ -23,15 +23,25 @@ def test_dynamic_sampling_shifts_or_keeps_group_positions():
         arrivals.request("abc")
         arrivals.add(group("b", 0, 1))
         arrivals.add(group("a", 1, 1))
-    assert {place: each.uid for place, each in filtering.places(2).items()} == {0: "b"}, "`a` teaches nothing"
-    assert {place: each.uid for place, each in replacing.places(3).items()} == {1: "b"}, "a copy takes the place of `a`"
+    assert {place: each.uid for place, each in filtering.compute_positions(2).items()} == {0: "b"}, (
+        "`a` teaches nothing"
+    )
+    assert {place: each.uid for place, each in replacing.compute_positions(3).items()} == {1: "b"}, (
+        "a copy takes the place of `a`"
+    )
     for arrivals in (filtering, replacing):
         arrivals.request("def")
         arrivals.add(group("d", 0, 1))
-    assert {place: each.uid for place, each in filtering.places(2).items()} == {0: "b"}, "`c` may come before `d`"
-    assert {place: each.uid for place, each in replacing.places(3).items()} == {0: "d"}, "another batch is tried"
+    assert {place: each.uid for place, each in filtering.compute_positions(2).items()} == {0: "b"}, (
+        "`c` may come before `d`"
+    )
+    assert {place: each.uid for place, each in replacing.compute_positions(3).items()} == {0: "d"}, (
+        "another batch is tried"
+    )
     filtering.add(group("c", 1, 0))
-    assert {place: each.uid for place, each in filtering.places(2).items()} == {0: "b", 1: "c"}, "of two, `d` is none"
+    assert {place: each.uid for place, each in filtering.compute_positions(2).items()} == {0: "b", 1: "c"}, (
+        "of two, `d` is none"
+    )
 
 
 def test_schedule_predicts_next_batch():

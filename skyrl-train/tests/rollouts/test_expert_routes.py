@@ -62,9 +62,9 @@ def test_many_experts_use_two_bytes_and_routes_of_two_models_are_refused():
     column = pad_routes([routes_of(300, num_experts=512), None], mask)
     assert column is not None and column.dtype == torch.int16
     assert column[..., 0, 0].tolist() == [[300, 32767], [32767, 32767]]
-    with pytest.raises(ValueError, match="must be of one model"):
+    with pytest.raises(ValueError, match="one model"):
         pad_routes([routes_of(1), routes_of(1, num_experts=512)], mask)
-    with pytest.raises(ValueError, match="row 0 has expert routes of 3 positions, but only 2 tokens"):
+    with pytest.raises(ValueError, match="row 0 has expert routes of 3 positions"):
         pad_routes([routes_of(1, 2, 3), None], mask)
 
 

@@ -149,7 +149,7 @@ def test_scheduler_waits_for_restarted_group():
         if ticket != 0:
             scheduler.record_finished(ticket)
     assert len(scheduler.finished_groups) > M and scheduler.get_next_batch() is None
-    assert "waits for group 0" in scheduler.describe_why_no_batch()
+    assert "waiting for group 0" in scheduler.describe_why_no_batch()
     scheduler.record_finished(0)
     assert scheduler.get_next_batch()[0] == 0
 
@@ -177,7 +177,7 @@ def test_groups_restarted_together_are_restarted_once():
     assert scheduler.requeue_stale() == list(range(8))
     assert set(train(slow_that_finish=0) or slow).isdisjoint(slow)
     assert train(slow_that_finish=3) is None
-    assert "waits for group 3, 4, 5, 6" in scheduler.describe_why_no_batch()
+    assert "waiting for group 3, 4, 5, 6" in scheduler.describe_why_no_batch()
     assert train(slow_that_finish=1) == [0, 1, 2, 3]
     assert scheduler.requeue_stale() == []
     assert train(slow_that_finish=3) is None

@@ -131,7 +131,7 @@ def test_folder_of_async_run_is_replayed(asynchronous_run: Path, capsys: Any):
 
 def test_gpu_split_is_refused_for_group_durations(asynchronous_run: Path, capsys: Any):
     assert main([str(asynchronous_run), "--gpus", "4"]) == 2
-    assert "durations of groups alone" in capsys.readouterr().err
+    assert "only durations of groups" in capsys.readouterr().err
 
 
 def test_environment_times_are_read_from_run(tmp_path: Path):

@@ -123,7 +123,7 @@ def endpoint(bench: Bench, settings: Settings) -> Any:
 
 
 def addresses(run: Any) -> Any:
-    return [line.rpartition(":")[0] for line in run.log if "the engines are at" in line]
+    return [line.rpartition(":")[0] for line in run.log if "engines are served at" in line]
 
 
 def has_key(bench: Bench, settings: Settings) -> Any:

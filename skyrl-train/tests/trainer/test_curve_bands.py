@@ -80,7 +80,7 @@ def test_resumed_run_warns_at_same_step_as_uninterrupted_run(warnings_logged: li
 @pytest.mark.parametrize(
     "text, message",
     [
-        (None, "there is no such file"),
+        (None, "no such file"),
         ("[1, 2", "cannot be read"),
         ("bands: {}", "needs `source"),
         ("bands: {a: {1: [0, 1]}}", "needs `source: TEXT`, the origin"),

@@ -198,11 +198,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "other tokenizer": (
         {"teachers": {"main": {"model": "{other_tokenizer}"}}},
-        "has another vocabulary than the student",
+        "different vocabularies",
     ),
     "no teacher for a row": (
         {"teachers": {"main": {"data_sources": ["math"]}}},
-        "data_source='toy', which no teacher names",
+        "data_source='toy', which no teacher lists",
     ),
     "too many tokens": ({"tokens": "top_k", "top_k": 100_000}, r"top_k=100000 must be below the \d+ tokens"),
     "too much memory": ({"tokens": "full", "memory_gb": 1e-6}, r"may take .* GB .*more than .*memory_gb=1e-06"),
@@ -212,7 +212,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"teachers": {"main": {"data_sources": ["toy"]}, "b": {"model": "x", "data_sources": ["toy"]}}},
         "both name 'toy'",
     ),
-    "engines and servers": ({"teachers": {"main": {"engines": 1, "urls": ["http://h"]}}}, "two places for one teacher"),
+    "engines and servers": (
+        {"teachers": {"main": {"engines": 1, "urls": ["http://h"]}}},
+        "both say where the teacher runs",
+    ),
 }
 
 
@@ -231,9 +234,7 @@ def test_invalid_setting_is_refused_by_name_before_start(mistake: str, distil: D
 
 def test_megatron_refuses_full_vocabulary_tokens(distil: Distil):
     cfg = distil({"tokens": "full"}, {"trainer": {"strategy": "megatron"}})
-    with pytest.raises(
-        ConfigError, match=r"tokens=full needs log-probs of tokens .* trainer.strategy=fsdp2 or deepspeed"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.strategy=fsdp2"):
         DistillationExp(cfg)
 
 

@@ -80,7 +80,7 @@ def test_filter_continues_after_two_empty_batches():
 def test_sample_limit_error_reports_attempts_and_settings(kind: Any, also: str):
     expected = (
         rf"dynamic_sampling.type={kind} did not fill a batch of 4 prompts: 3 batches .*max_sample_batches=3\) of 12 "
-        rf"prompts in all gave 3 whose answers differ.* raise generator.n_samples_per_prompt.*{also}"
+        rf"prompts in total gave 3 whose responses differ.* raise generator.n_samples_per_prompt.*{also}"
     )
     with pytest.raises(SkyRLError, match=expected):
         run([{"a": [1, 1], "b": [0, 1], "c": [0, 0], "d": [0, 0]}], 4, type=kind, max_sample_batches=3)

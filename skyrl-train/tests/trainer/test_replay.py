@@ -120,9 +120,9 @@ def test_invalid_arguments_are_named(finished: RunFolder, tmp_path: Path, capsys
         ),
         (
             [str(finished.path), "--sample", name, "--step", "3", "--checkpoint", "7"],
-            "It holds 1, 2, 3: give --checkpoint",
+            "It has 1, 2, 3: pass --checkpoint",
         ),
-        ([str(without), "--sample", name, "--step", "3"], "the weights after step 2, of which"),
+        ([str(without), "--sample", name, "--step", "3"], "the weights after step 2, but"),
     ]
     for arguments, message in mistakes:
         assert replay.main(arguments) == 2

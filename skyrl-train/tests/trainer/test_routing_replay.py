@@ -88,7 +88,7 @@ KINDS = {
 SLOW_KINDS = {
     "turns": CONVERSATION,
     "turns joined": JOINED,
-    "one growing message": {
+    "form one message": {
         **CONVERSATION,
         "generator": {**CONVERSATION["generator"], "use_conversation_multi_turn": False},
     },
@@ -123,14 +123,14 @@ def test_r3_metric_detects_routes_shifted_by_token(run_mixture: Any, merged: Any
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"generator": {"backend": "vllm"}}, "generator.backend=vllm does not; use generator.backend=native, or R2"),
+        ({"generator": {"backend": "vllm"}}, "generator.backend=vllm"),
         (
             {"generator": {"run_engines_locally": False, "remote_inference_engine_urls": ["127.0.0.1:1"]}},
-            "servers started elsewhere",
+            "external servers",
         ),
         (
             {"generator": {"chat_template": {"name_or_path": "qwen3_with_thinking"}}},
-            "tokenized anew each turn, so its tokens are not those that were drawn",
+            "tokenized again in each turn",
         ),
     ],
 )
@@ -143,7 +143,7 @@ def test_r3_is_refused_without_routes_of_every_token(
 
 
 def test_dense_model_is_refused(settings: Any, merged: Any, tmp_path: Path):
-    with pytest.raises(Exception, match="routing_replay=R2 needs a mixture of experts, and Qwen3ForCausalLM has no"):
+    with pytest.raises(Exception, match="routing_replay=R2"):
         BasePPOExp(settings(tmp_path, {"trainer": {"policy": {"routing_replay": "R2"}}})).run()
 
 

@@ -35,7 +35,7 @@ KINDS = {
 TWO_RANKS = {"launcher": "ray", "policy_num_gpus_per_node": 2}
 SLOW_KINDS = {
     "turns joined": JOINED,
-    "one growing message": ONE_MESSAGE,
+    "form one message": ONE_MESSAGE,
     "padded": {"trainer": {"use_sample_packing": False}},
 }
 FULL_KINDS = {"deepspeed on two ranks": {"trainer": {"strategy": "deepspeed", "placement": TWO_RANKS}}}
@@ -96,7 +96,7 @@ def test_kept_tokens_shifted_by_token_end_run(train: Any, monkeypatch: pytest.Mo
         return own([*sets[1:], *sets[:1]])
 
     monkeypatch.setattr(KeptTokens, "of", shifted)
-    with pytest.raises(Exception, match="is not among the tokens that it was drawn from"):
+    with pytest.raises(Exception, match="is not among the tokens that it was sampled from"):
         train()
 
 
@@ -113,18 +113,18 @@ def test_reference_log_probs_are_renormalized(train: Any):
     [
         (
             {"generator": {"backend": "vllm"}},
-            r"generator\.backend=vllm does not\. Use generator\.backend=native, or turn",
+            r"generator\.backend=vllm",
         ),
         (
             {"generator": {"run_engines_locally": False, "remote_inference_engine_urls": ["127.0.0.1:1"]}},
-            "servers started elsewhere",
+            "external servers",
         ),
-        ({"generator": {"sampling_params": {"top_k": -1}}}, r"sampling_params\.top_k=-1 \(off\) must be above 0 with"),
-        ({"generator": {"sampling_params": {"repetition_penalty": 1.1}}}, r"repetition_penalty=1\.1 must be 1"),
-        ({"trainer": {"strategy": "megatron"}}, r"strategy=megatron computes no log-probs .*trainer\.strategy=fsdp2"),
+        ({"generator": {"sampling_params": {"top_k": -1}}}, r"sampling_params\.top_k=-1"),
+        ({"generator": {"sampling_params": {"repetition_penalty": 1.1}}}, r"repetition_penalty=1\.1"),
+        ({"trainer": {"strategy": "megatron"}}, r"trainer\.strategy=fsdp2"),
         (
             {"generator": {"chat_template": {"name_or_path": "qwen3_with_thinking"}}},
-            "tokenized anew each turn, so its tokens are not those that were drawn",
+            "tokenized again in each turn",
         ),
     ],
 )

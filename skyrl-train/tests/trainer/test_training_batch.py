@@ -27,14 +27,14 @@ def test_batch_size_equals_tensor_size():
 
 
 def test_tensors_of_different_sizes_are_refused():
-    with pytest.raises(ValueError, match=r"Batch size mismatch.*'a': 2, 'b': 3"):
+    with pytest.raises(ValueError, match="'a': 2, 'b': 3"):
         TensorBatch(a=torch.zeros(2), b=torch.zeros(3))
     with pytest.raises(ValueError, match="Batch size mismatch"):
         batch()["more"] = torch.zeros(4)
 
 
 def test_non_tensor_values_are_refused():
-    with pytest.raises(ValueError, match="'a' must be a tensor or None; got list"):
+    with pytest.raises(ValueError, match=r"'a' .*list"):
         TensorBatch(a=[1, 2])
 
 

@@ -43,15 +43,13 @@ def test_ranks_split_tensors_and_hash_written_files(tmp_path: Path, monkeypatch:
 def test_missing_misshapen_or_unknown_tensor_is_named(tmp_path: Path):
     write(tmp_path)
     files = StateFiles(tmp_path)
-    with pytest.raises(CheckpointError, match=r"does not fit this model: it lacks layer\.9\.weight"):
+    with pytest.raises(CheckpointError, match=r"layer\.9\.weight"):
         files.read("layer.9.weight")
-    with pytest.raises(
-        CheckpointError, match=r"layer\.2\.weight has shape \[64, 18\] there and \[64, 17\] in the model"
-    ):
+    with pytest.raises(CheckpointError, match=r"layer\.2\.weight .*\[64, 18\] .*\[64, 17\]"):
         files.read("layer.2.weight", torch.Size([64, 17]))
     for name in TENSORS.keys() - {"layer.4.weight"}:
         files.read(name)
-    with pytest.raises(CheckpointError, match=r"it holds layer\.4\.weight, which is not trained here \(1 such"):
+    with pytest.raises(CheckpointError, match=r"layer\.4\.weight"):
         files.check_all_read()
 
 
@@ -81,9 +79,9 @@ def test_folder_of_other_release_error_suggests_fix(tmp_path: Path):
     write(tmp_path / "new")
     state = tmp_path / "new" / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"format": 99}))
-    with pytest.raises(CheckpointError, match="format 99, written by another release; this one reads 1"):
+    with pytest.raises(CheckpointError, match="format 99"):
         StateFiles(tmp_path / "new")
-    with pytest.raises(CheckpointError, match=r"state\.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"state\.json"):
         StateFiles(tmp_path / "nothing")
 
 

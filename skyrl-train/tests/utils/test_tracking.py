@@ -75,9 +75,7 @@ def test_console_shows_all_metrics_at_debug_level(logged: list[str], monkeypatch
 
 
 def test_unknown_backend_is_rejected():
-    with pytest.raises(
-        ConfigError, match=r"trainer.logger must be one or several of console, tensorboard.*got 'weights'"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.logger"):
         Tracking("project", "run", ["console", "weights"])
 
 

@@ -46,9 +46,7 @@ def test_difference_is_mean_over_tokens(expected, found, difference):
 def test_differing_engine_is_named():
     good, bad = [[-1.0, -2.0]], [[-1.0, -4.4]]
     assert check_canaries(good, [good, good], tolerance=1e-3, version=7) == 0.0
-    with pytest.raises(
-        WeightSyncError, match=r"version 7, engine 1 .* differ by 1.2 .* 2 fixed tokens.*0.001 is allowed"
-    ):
+    with pytest.raises(WeightSyncError, match=r"version 7, engine 1 .* 1\.2 .*0\.001"):
         check_canaries(good, [good, bad], tolerance=1e-3, version=7)
 
 

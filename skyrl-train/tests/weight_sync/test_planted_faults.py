@@ -274,7 +274,7 @@ def test_wrong_bit_in_large_tensor_is_detected_within_rotation(connect):
     sender = connect(
         ("shared_memory", "full"), WrongBitForEver([("large", torch.zeros_like(large))]), verification="full"
     )
-    with pytest.raises(WeightSyncError, match="engine 0: 1 differ: large"):
+    with pytest.raises(WeightSyncError, match=r"engine 0: .*large"):
         sender.send([("large", large)], 1)
 
 

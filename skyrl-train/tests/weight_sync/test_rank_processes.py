@@ -86,6 +86,6 @@ def test_crashed_rank_ends_call_and_is_named(policy):
         await sending
 
     began = time.monotonic()
-    with pytest.raises(WorkerError, match=r"policy worker 3 died: ended by signal 9|Connection closed by peer"):
+    with pytest.raises(WorkerError, match=r"policy worker 3 .*signal 9|Connection closed by peer"):
         asyncio.run(kill_in_mid_send())
     assert time.monotonic() - began < 15

@@ -26,10 +26,10 @@ from skyrl_train_testing.rank_processes import ForkedRanks
 NUM_PROMPT, NUM_RESPONSE = 6, 7
 
 
-class PolicyAgain(PolicyWorker):
+class ResumedPolicy(PolicyWorker):
     """The policy, with a way back to where it began."""
 
-    def begin_again(self, cfg: SkyRLConfig) -> None:
+    def restart(self, cfg: SkyRLConfig) -> None:
         loss = cfg.trainer.algorithm.policy_loss_type
         self.backend.cfg = cfg
         self.objective = PolicyObjective(cfg.trainer.algorithm, PolicyLossRegistry.get(loss))
@@ -40,10 +40,10 @@ class PolicyAgain(PolicyWorker):
         return TrainingOutputBatch(output=self.batch.tensor("selected_tokens"))
 
 
-class CriticAgain(CriticWorker):
+class ResumedCritic(CriticWorker):
     """The critic, with a way back to where it began."""
 
-    def begin_again(self, cfg: SkyRLConfig) -> None:
+    def restart(self, cfg: SkyRLConfig) -> None:
         self.backend.cfg = cfg
         self.objective = CriticObjective(cfg.trainer.algorithm)
         self.backend.load_model()
@@ -78,13 +78,13 @@ class Learners:
         settings = cfg.trainer.policy if kind == "policy" else cfg.trainer.critic
         key = kind, num_ranks, settings.sequence_parallel_size
         if key not in self.groups:
-            worker: type[Worker] = PolicyAgain if kind == "policy" else CriticAgain
+            worker: type[Worker] = ResumedPolicy if kind == "policy" else ResumedCritic
             name = "_".join(map(str, key))
             args = (cfg, PolicyLossRegistry.get("regular"), 10) if kind == "policy" else (cfg, 10)
             ranks = ForkedRanks(name, worker, args, num_ranks=num_ranks, log_folder=self.folder)
             self.groups[key] = ActorGroup(name, ranks, device="cpu", timeout_seconds=120)
             await self.groups[key].init_model()
-        await self.groups[key].call_all(PolicyAgain.begin_again, cfg)
+        await self.groups[key].call_all(ResumedPolicy.restart, cfg)
         return self.groups[key]
 
     def step(self, *args: Any, **kwargs: Any) -> Step:
@@ -106,7 +106,7 @@ class Learners:
         schedule = schedule_of(cfg, batch, group.data_parallel_size, unit=unit)
         columns = ("sequences", "attention_mask", "kept_counts", "kept_ids")
         inputs = batch.select([name for name in columns if name in batch])
-        args = list(zip(schedule.split(inputs), schedule.whole(), strict=True))
+        args = list(zip(schedule.split(inputs), schedule.merge_mini_batches(), strict=True))
         before = schedule.gather(await group.call_data_parallel(Worker.forward, args), "output")
         full = TrainingInputBatch(dict(batch), metadata=batch.metadata)
         add_advantages_of_trainer(kind, cfg, full, before, stage_old)
@@ -122,7 +122,7 @@ class Learners:
         selected = None
         if kind == "policy" and cfg.trainer.algorithm.policy_loss_type in TokenSelectorRegistry:
             selected = schedule.gather(
-                await group.call_data_parallel(PolicyAgain.selected_tokens, [()] * group.data_parallel_size), "output"
+                await group.call_data_parallel(ResumedPolicy.selected_tokens, [()] * group.data_parallel_size), "output"
             )
         stepped, *_ = await group.call_all(Worker.optim_step)
         weights, *_ = await group.call_all(Worker.full_state)
@@ -178,7 +178,7 @@ def learners_with(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
         cloudpickle.register_pickle_by_value(sent_by_value)
 
     def make(change: Any) -> Learners:
-        monkeypatch.setattr(module, "PolicyAgain", change(PolicyAgain))
+        monkeypatch.setattr(module, "ResumedPolicy", change(ResumedPolicy))
         started.append(Learners(tmp_path))
         return started[-1]
 

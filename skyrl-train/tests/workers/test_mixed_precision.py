@@ -123,7 +123,7 @@ def test_custom_parameters_kept_in_float32_stay_float32(folder_of: Any, group_of
     "kept, says",
     [
         ("gate_up_proj_bias", r"keeps model.layers.0.mlp.experts.gate_up_proj_bias in float32, but not .*down_proj, "),
-        ("scale", r"model.scale in float32 in the module model \(GptOssModel\) around the transformer blocks"),
+        ("scale", r"model.scale in float32 in the module model \(GptOssModel\) outside the transformer blocks"),
     ],
 )
 def test_parameters_with_unsupported_float32_mix_are_refused_by_name(

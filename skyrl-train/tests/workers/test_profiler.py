@@ -68,7 +68,7 @@ def test_profiler_is_created_on_selected_ranks(tmp_path: Path):
         ({"ranks": []}, r"ranks=\[\] must name ranks of the policy"),
         ({"ranks": [0, 1]}, "from 0 to 0"),
         ({"active": 0}, "active must be 1 or greater"),
-        ({"skip_first": -1}, "skip_first must be 0 or greater"),
+        ({"skip_first": -1}, "skip_first"),
         ({"activities": []}, r"activities=\[\] records nothing"),
         ({"export_type": "stacks", "with_stack": False}, "needs .*with_stack=true"),
     ],

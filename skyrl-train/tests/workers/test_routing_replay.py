@@ -40,7 +40,7 @@ async def take_step(
     schedule = Schedule.of(lengths, [range(len(batch))], group.data_parallel_size, micro_batch_size=micro_size)
 
     def args(rows: TrainingInputBatch) -> Any:
-        return list(zip(schedule.split(rows), schedule.whole(), strict=True))
+        return list(zip(schedule.split(rows), schedule.merge_mini_batches(), strict=True))
 
     inputs = batch.select(["sequences", "attention_mask"])
     recorded = await group.call_data_parallel(PolicyWorker.forward_recording_routes, args(inputs))

@@ -29,7 +29,7 @@ def order_of_arrival(offer, self, seq, item, now):
     """requests are done as they come, whatever their seq"""
     seen = self.__dict__.setdefault("seen", set())
     if seq in seen:
-        raise ValueError(f"seq {seq} was offered before")
+        raise ValueError(f"seq {seq} was already submitted")
     seen.add(seq)
     self.next_seq = max(self.next_seq, seq + 1)
     return [] if item is None else [item]
@@ -142,16 +142,16 @@ def _some_key(key_of, headers):
     return key_of(headers) or "nothing"
 
 
-@fault(API, "tenants.", "tx.tinker.http.bodies:Share.check")
+@fault(API, "tenants.", "tx.tinker.http.bodies:BodyReservation.check")
 def announced_bodies_take_room(check, self, num_bytes):
     """announced sizes of bodies count as if the bytes had arrived, and a full budget locks every client out"""
     if self.intake.num_bytes.total() + num_bytes > self.intake.max_bytes:
-        self.intake.refuse(self.tenant, "requests are being read already")
+        self.intake.refuse(self.tenant, "requests are being received")
     self.intake.num_bytes[self.tenant] += num_bytes - self.num_bytes
     self.num_bytes = num_bytes
 
 
-@fault(API, "tenants.", "tx.tinker.http.bodies:Share.hold", name="announced_bodies_take_room")
+@fault(API, "tenants.", "tx.tinker.http.bodies:BodyReservation.hold", name="announced_bodies_take_room")
 def _hold(hold, self, num_bytes):
     return None
 

@@ -45,7 +45,7 @@ class User:
             for i in range(rounds):
                 await self._round(model, i)
             await self._until_under_way(0)
-            await self._last_words(model)
+            await self._read_log_tail(model)
         return self.story
 
     async def _round(self, model: Model, i: int) -> None:
@@ -78,7 +78,7 @@ class User:
             loading = await model.load(self.story.saved[-1], optimizer=i % 8 == 3)
             await self._later(self._json(f"load {i}", loading))
 
-    async def _last_words(self, model: Model) -> None:
+    async def _read_log_tail(self, model: Model) -> None:
         probe = data_of("cross_entropy", [40, 3, 17], 1)
         await self._pass("probe", await model.train(probe, forward_only=True))
         saving, sampler = await model.save_for_sampler()

@@ -87,7 +87,7 @@ async def undisturbed_and_disturbed(
             for client in clients:
                 for request_id, body in dict(client.results).items():
                     assert await client.fetch(request_id) == body, request_id
-            await one_engine_is_left(server)
+            await wait_for_single_engine(server)
     assert server.wait_until_no_engine() == []
 
 
@@ -95,7 +95,7 @@ async def clients_of(server: ServerProcess, stack: AsyncExitStack) -> list[Clien
     return [await stack.enter_async_context(Client(server.url, server.key(tenant))) for tenant in TENANTS]
 
 
-async def one_engine_is_left(server: ServerProcess) -> None:
+async def wait_for_single_engine(server: ServerProcess) -> None:
     deadline = time.monotonic() + 60
     while True:
         numbers = len(server.engines()), len(list((server.state / "sockets").glob("*")))

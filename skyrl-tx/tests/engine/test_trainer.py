@@ -156,7 +156,7 @@ def test_missing_checkpoint_is_user_error_and_changes_nothing(bench: Any):
     failed = bench.load("a1", "never")
     lost = bench.create("b1", folder=bench.checkpoints.place("never"))
     bench.work()
-    assert bench.result(failed) == bench.result(lost) == ("user", "the checkpoint does not exist any more")
+    assert bench.result(failed) == bench.result(lost) == ("user", "the checkpoint no longer exists")
     assert bench.backend.models["a1"].weight == 4.0 and "b1" not in bench.backend.models
 
 

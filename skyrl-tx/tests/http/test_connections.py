@@ -81,7 +81,7 @@ async def answer(stream: Stream) -> bytes:
     return await asyncio.wait_for(stream[0].readuntil(b"0\r\n\r\n"), TIMEOUTS)
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(TIMEOUTS):
         while not condition():
             await asyncio.sleep(0.01)
@@ -91,7 +91,7 @@ async def test_connections_without_complete_head_are_cut_but_not_served_ones(ser
     connections = Connections(100, head_seconds=0.2)
     connect = await serve(connections)
     served = await connect(WHOLE)
-    await until(lambda: application.num_begun == 1)
+    await wait_until(lambda: application.num_begun == 1)
     silent, half = await connect(), await connect(HALF)
     trickling = await connect(HALF)
     for _ in range(30):
@@ -114,7 +114,7 @@ async def test_half_sent_head_after_response_is_cut(serve, application):
     await answer(stream)
     stream[1].write(HALF)
     assert await is_cut(stream)
-    await until(lambda: connections.num_open == 0)
+    await wait_until(lambda: connections.num_open == 0)
 
 
 async def test_endless_head_is_cut(serve):
@@ -130,11 +130,11 @@ async def test_connection_limit_evicts_least_recently_used(serve, application):
     connections = Connections(3)
     connect = await serve(connections)
     served = await connect(WHOLE)
-    await until(lambda: application.num_begun == 1)
+    await wait_until(lambda: application.num_begun == 1)
     first, second = await connect(HALF), await connect(HALF)
-    await until(lambda: connections.num_open == 3)
+    await wait_until(lambda: connections.num_open == 3)
     late = await connect(WHOLE)
-    await until(lambda: application.num_begun == 2)
+    await wait_until(lambda: application.num_begun == 2)
     assert await is_cut(first)
     assert (connections.num_open, connections.num_cut) == (3, 1)
     application.may_answer.set()
@@ -151,7 +151,7 @@ async def test_connection_with_unread_response_is_cut(serve, application):
     application.size = 30_000_000  # more than the kernel keeps
     stream = await connect(WHOLE)
     stream[1].transport.pause_reading()
-    await until(lambda: connections.num_cut == 1)
+    await wait_until(lambda: connections.num_cut == 1)
 
 
 @pytest.mark.parametrize("files, expected", [(100, 50), (1024, 768), (20_000, 19_744)])

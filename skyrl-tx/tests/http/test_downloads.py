@@ -38,10 +38,10 @@ def test_changed_foreign_or_expired_download_url_is_refused(signer, change):
     download = signer.of("anna", PATH)
     signature = query_of(signer.build_url("http://x", download))["signature"]
     changed, old = dataclasses.replace(download, **change), dataclasses.replace(download, expires=1)
-    refused_as(403, "not one of this server's", signer, changed, signature)
+    refused_as(403, "not issued by this server", signer, changed, signature)
     refused_as(410, "expired", signer, old, query_of(signer.build_url("http://x", old))["signature"])
     for made_up in ("", "é", "0" * 64):
-        refused_as(403, "not one of this server's", signer, download, made_up)
+        refused_as(403, "not issued by this server", signer, download, made_up)
 
 
 def refused_as(status, says, signer, download, signature):

@@ -179,7 +179,7 @@ async def test_hosted_loss_is_refused_without_configured_substitute(served, serv
     refused = await said(400, plain.post("/api/v1/forward_backward", json=body | {"seq_id": 1}))
     assert "--stable-reinforce-as importance_sampling" in refused.json()["detail"]
     accepted = await said(200, standing_in.post("/api/v1/forward_backward", json=body | {"seq_id": 2}))
-    command = service._state.pending[accepted.json()["request_id"]].stored.command
+    command = service.state.pending[accepted.json()["request_id"]].stored.command
     assert decode_training(command.payload).loss_fn == "importance_sampling"
 
 
@@ -189,7 +189,7 @@ async def test_every_route_needs_key_when_keys_exist(served):
         answer = await said(401, nobody.request(method, path))
         assert "X-API-Key" in answer.json()["detail"]
     stranger = await served("stranger")
-    assert "not known" in (await stranger.get("/api/v1/sessions")).json()["detail"]
+    assert "unknown" in (await stranger.get("/api/v1/sessions")).json()["detail"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
@@ -276,4 +276,4 @@ async def test_openai_request_bounds_completions_and_tokens(client):
     for asked in ({"prompt": [[5]] * 1025}, {"prompt": [[5]] * 9, "n": 128}):
         answer = await client.post("/oai/api/v1/completions", json={"model": "tiny", "max_tokens": 1} | asked)
         assert answer.status_code == 400, answer.text
-        assert "Divide them among several requests" in answer.text
+        assert "Split them over several requests" in answer.text

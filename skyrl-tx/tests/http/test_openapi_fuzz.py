@@ -26,7 +26,7 @@ runpy.run_module("tx.tinker.api", run_name="__main__", alter_sys=True)
 """
 
 
-async def things_that_are_there(client: Client) -> dict[str, Any]:
+async def create_existing_objects(client: Client) -> dict[str, Any]:
     """Return existing objects by the names that bodies and addresses have for them."""
     model = await Model.new(client, "tiny", rank=4, train_unembed=False)
     data = [Datum(np.arange(4, 9), {"target_tokens": np.arange(5, 10), "weights": np.ones(5, np.float32)})]
@@ -62,7 +62,7 @@ async def test_every_answer_is_as_described(phase: str, tmp_path: Path, tiny_mod
     options = ["--base-model", str(tiny_model), "--served-model-name", "tiny", "--no-standby-engine"]
     with ServerProcess(tmp_path / "server", *options, tenants=["anna"], program=["-c", SHORT_POLLS]) as server:
         async with Client(server.url, server.key("anna")) as client:
-            real = await things_that_are_there(client)
+            real = await create_existing_objects(client)
         command = [sys.executable, "-m", "schemathesis.cli", "--no-color", "run", f"{server.url}/openapi.json"]
         command += ["--header", f"X-API-Key:{server.key('anna')}", "--seed", str(SEED), "--max-examples", str(EXAMPLES)]
         command += ["--exclude-checks", NOT_CHECKED, "--phases", phase, "--continue-on-failure"]

@@ -167,7 +167,7 @@ def check_external_weights(client: httpx.Client, post: Callable[..., httpx.Respo
     assert listed["external_weights/plain"]["expires_at"] is not None
     loaded = post("load_weights", session_id=model.split(":")[0], model_seq_id=1, path=saved["path"])
     assert loaded.status_code == 400
-    assert "external weights are there to be downloaded" in loaded.text
+    assert "external weights can only be downloaded" in loaded.text
     assert client.delete(f"{checkpoints}/external_weights/private").is_success
     assert client.get(f"{checkpoints}/external_weights/private/external_weights_urls").status_code == 404
 

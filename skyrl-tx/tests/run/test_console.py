@@ -83,7 +83,7 @@ def test_sampling_page_reports_unreachable_server_and_refuses_forms(app: Console
         assert "Sample from a checkpoint" in bela.get("/playground").text
         assert bela.get("/playground.js").headers["content-type"].startswith("text/javascript")
         away = bela.get("/playground/checkpoints")
-        assert (away.status_code, "give its address as --server" in away.json()["detail"]) == (502, True)
+        assert (away.status_code, "set its address with --server" in away.json()["detail"]) == (502, True)
         form = bela.post("/playground/completions", data={"prompt": "x"})
         assert form.status_code == 415
         endless = (b"x" * (console.MAX_BODY_BYTES // 2) for _ in range(3))  # without content-length
@@ -114,9 +114,9 @@ def test_console_login_expires(app: Console):
 def test_wrong_options_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     state = ["--state-dir", str(tmp_path / "state")]
     assert console.main(state) == 2
-    assert "has no runs; give the --state-dir of the server" in capsys.readouterr().err
+    assert "has no runs; set --state-dir" in capsys.readouterr().err
     assert console.main([*state, "--console-host", "0.0.0.0"]) == 2
-    assert "--console-host 0.0.0.0 can be reached by others" in capsys.readouterr().err
+    assert "--console-host 0.0.0.0 is reachable from other machines" in capsys.readouterr().err
     (tmp_path / "state" / "runs").mkdir(parents=True)
     assert console.main([*state, "--login-hours", "0"]) == 2
     assert "--login-hours must be above 0; got 0.0" in capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_doctor_reports_all_problems_with_remedies(tmp_path, options, capsys):
 
 def test_doctor_without_model_checks_rest(options, capsys):
     assert doctor.main(options) == 0
-    assert any("give --base-model" in text for text in lines_of(capsys.readouterr().out)["note"])
+    assert any("set --base-model" in text for text in lines_of(capsys.readouterr().out)["note"])
 
 
 def test_doctor_reports_run_folders_above_limit(tmp_path, options, capsys):
@@ -112,6 +112,6 @@ def test_doctor_prints_version_and_refuses_unknown_options():
 def test_doctor_makes_no_tables_in_postgresql(postgres, postgres_url, options, capsys):
     database = ["--database-url", postgres_url]
     doctor.main([*options, *database])
-    assert "PostgreSQL answers; the server makes its tables at its start" in capsys.readouterr().out
+    assert "PostgreSQL answers; the server creates its tables at startup" in capsys.readouterr().out
     assert postgres.run("SELECT 1 FROM pg_tables WHERE schemaname = 'public'", postgres_url.split("?")[0][-11:]) == []
     assert doctor.main([*options, *database, "--integrity"]) == 1

@@ -64,7 +64,7 @@ def test_integrity_names_every_damaged_file_with_remedy(tmp_path: Path, capsys, 
     assert doctor.main([*options, "--integrity"]) == (damage == "everything")
     printed = capsys.readouterr().out
     if damage == "nothing":
-        for line in ("1 are as they were saved", "1 payloads and results are there"):
+        for line in ("1 are intact", "1 payloads and results found"):
             assert line in printed
         return
     for line in (
@@ -103,7 +103,7 @@ def test_integrity_changes_nothing_and_reads_older_schema(tmp_path: Path, capsys
     before = contents(tmp_path)
     assert doctor.main([*options, "--integrity"]) == 0
     printed = capsys.readouterr().out
-    assert "migrates its schema 1 at its start" in printed and "0 are as they were saved" in printed
+    assert "migrates its schema 1 at startup" in printed and "0 are intact" in printed
     after = contents(tmp_path)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     assert changed <= {"state/tx.db-shm"}, "shared memory of sqlite, created for the log of a killed server"
@@ -113,8 +113,8 @@ def test_integrity_changes_nothing_and_reads_older_schema(tmp_path: Path, capsys
 def test_integrity_refuses_mistyped_folder_without_creating_it(tmp_path: Path, capsys):
     options = ["--state-dir", str(tmp_path / "stat"), "--checkpoints-base", str(tmp_path / "c"), "--port", "0"]
     assert doctor.main([*options, "--integrity"]) == 1
-    assert f"there is no folder {tmp_path / 'stat'}; give the --state-dir" in capsys.readouterr().out
+    assert f"no folder {tmp_path / 'stat'}; set --state-dir" in capsys.readouterr().out
     (tmp_path / "stat").mkdir()
     assert doctor.main([*options, "--integrity"]) == 1
-    assert f"there is no file {tmp_path / 'stat' / 'tx.db'}; check --state-dir" in capsys.readouterr().out
+    assert f"no file {tmp_path / 'stat' / 'tx.db'}; check --state-dir" in capsys.readouterr().out
     assert [path.name for path in tmp_path.rglob("*")] == ["stat"]

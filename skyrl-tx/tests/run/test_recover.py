@@ -108,7 +108,7 @@ async def run(main, arguments: list[str]) -> int:
 
 def test_there_is_nothing_to_recover_where_no_folder_is(options: list[str], capsys):
     assert recover.main(options) == 2
-    assert "checkpoints_base: there is no folder" in capsys.readouterr().err
+    assert "checkpoints_base: no folder" in capsys.readouterr().err
 
 
 async def test_damaged_database_is_named_at_start_with_remedy(tmp_path: Path):

@@ -47,13 +47,13 @@ def test_train_resumes_from_checkpoint():
     "change, says",
     [
         ({"loader": "tx.loaders.text"}, "--loader"),
-        ({"optimizer": "sgd"}, "--optimizer must be adamw"),
-        ({"optimizer_args": '{"lr": 1}'}, "'lr' is not known; known are b1, b2, learning_rate, weight_decay"),
-        ({"optimizer_args": "{"}, "--optimizer-args must be a JSON object"),
-        ({"tracker_args": "[]"}, "--tracker-args must be a JSON object"),
-        ({"tp_size": 2}, "--tp-size must be 1"),
-        ({"batch_size": 0}, "--batch-size must be at least 1"),
-        ({"max_steps": 0}, "--max-steps must be at least 1"),
+        ({"optimizer": "sgd"}, "--optimizer"),
+        ({"optimizer_args": '{"lr": 1}'}, "weight_decay"),
+        ({"optimizer_args": "{"}, "--optimizer-args"),
+        ({"tracker_args": "[]"}, "--tracker-args"),
+        ({"tp_size": 2}, "--tp-size"),
+        ({"batch_size": 0}, "--batch-size"),
+        ({"max_steps": 0}, "--max-steps"),
     ],
 )
 def test_unsupported_train_options_are_refused(change, says):

@@ -225,10 +225,10 @@ async def test_completion_is_independent_of_batch_and_repetition(sampling_of, ad
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"prompt": [5] * 512}, "shorter than max_model_len=512"),
+        ({"prompt": [5] * 512}, "max_model_len=512"),
         ({"prompt": [5, 99]}, "vocabulary, 0 to 98; got 99"),
         ({"prompt": []}, "at least one token"),
-        ({"top_p": 0.0}, "top_p must be above 0"),
+        ({"top_p": 0.0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"temperature": float("nan")}, "temperature must be 0"),
     ],

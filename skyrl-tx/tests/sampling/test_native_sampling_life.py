@@ -23,7 +23,7 @@ def spec(num_samples: int = 1, max_tokens: int = 400, seed: int = 1) -> SampleSp
     return random_data.spec(num_samples, max_tokens=max_tokens, seed=seed)
 
 
-async def until(holds: Any, seconds: float = 20.0) -> None:
+async def wait_until(holds: Any, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
@@ -38,7 +38,7 @@ def core_of(sampling: NativeSampling) -> Any:
 async def test_cancelled_caller_frees_rows_and_adapter(sampling_of, adapter):
     async with sampling_of(max_num_seqs=4, max_loaded_adapters=1) as sampling:
         task = asyncio.create_task(sampling.sample(spec(8), adapter(1)))
-        await until(lambda: core_of(sampling).num_running == 4)
+        await wait_until(lambda: core_of(sampling).num_running == 4)
         assert sampling.num_running() == 8
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -54,10 +54,10 @@ async def test_stopped_engine_fails_all_requests(sampling_of, adapter):
         calls = [spec(), spec(3), spec()]
         tasks = [asyncio.create_task(sampling.sample(call, None)) for call in calls]
         tasks += [asyncio.create_task(sampling.sample(spec(), adapter(index))) for index in range(3)]
-        await until(lambda: core_of(sampling).num_running == 2)
+        await wait_until(lambda: core_of(sampling).num_running == 2)
         core_of(sampling)._rows.append = None  # as if memory were corrupted
         for task in tasks:
-            with pytest.raises(BackendLost, match="native engine stopped: TypeError"):
+            with pytest.raises(BackendLost, match="TypeError"):
                 async with asyncio.timeout(20):
                     await task
         with pytest.raises(BackendLost, match="native engine stopped"):
@@ -73,7 +73,7 @@ async def test_hung_step_is_detected(sampling):
     step = core.step
     core.step = lambda **how: (go.wait(60), step(**how))[1]
     answer = asyncio.create_task(sampling.sample(spec(max_tokens=2), None))
-    await until(lambda: core.num_waiting == 1)
+    await wait_until(lambda: core.num_waiting == 1)
     end = asyncio.create_task(sampling.end_of_step())
     assert await asyncio.wait((end,), timeout=0.3) == (set(), {end})
     go.set()
@@ -84,7 +84,7 @@ async def test_hung_step_is_detected(sampling):
 async def test_closing_ends_every_call(sampling_of, adapter):
     async with sampling_of(max_num_seqs=2, max_loaded_adapters=1) as sampling:
         tasks = [asyncio.create_task(sampling.sample(spec(3), adapter(index))) for index in range(3)]
-        await until(lambda: core_of(sampling).num_running == 2)
+        await wait_until(lambda: core_of(sampling).num_running == 2)
         await sampling.close()
         for task in tasks:
             with pytest.raises(BackendLost, match="closed"):
@@ -120,9 +120,9 @@ async def test_adapter_with_nan_fails_only_own_requests(sampling, adapter, not_f
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda folder: shutil.rmtree(folder), "no adapter can be read"),
-        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\x08"), "no adapter can be read"),
-        (lambda folder: (folder / "adapter_config.json").write_text("[1]"), "must hold an object"),
+        (lambda folder: shutil.rmtree(folder), "no adapter could be read"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\x08"), "no adapter could be read"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[1]"), "must contain an object"),
     ],
 )
 async def test_damaged_adapter_fails_only_own_requests(sampling_of, adapter, tmp_path, damage, message):
@@ -138,7 +138,7 @@ async def test_damaged_adapter_fails_only_own_requests(sampling_of, adapter, tmp
 
 async def test_rank_above_maximum_is_refused(sampling_of, adapter):
     async with sampling_of(max_lora_rank=4) as sampling:
-        with pytest.raises(ModelError, match="rank 8, above the engine's max_lora_rank=4"):
+        with pytest.raises(ModelError, match="max_lora_rank=4"):
             await sampling.sample(spec(), adapter(1))
 
 
@@ -146,7 +146,7 @@ async def test_long_samples_of_tenant_do_not_block_other_tenant(sampling_of):
     """One tenant takes 6 of 8 rows; another tenant's first request starts immediately."""
     async with sampling_of(max_num_seqs=8) as sampling:
         greedy = asyncio.create_task(sampling.sample(spec(64), None, tenant="greedy"))
-        await until(lambda: core_of(sampling).num_running == 6)
+        await wait_until(lambda: core_of(sampling).num_running == 6)
         async with asyncio.timeout(20):
             for index in range(5):
                 await sampling.sample(spec(1, 10, seed=index), None, tenant="modest")
@@ -168,5 +168,5 @@ async def test_preloaded_model_weights_are_reused_with_same_results(sampling_of,
 
 async def test_another_models_weights_are_refused(tiny_model):
     sampling = NativeSampling(tiny_model, share_with=torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"shared_weights must be those of .*is not there"):
+    with pytest.raises(ValueError, match="shared_weights"):
         await sampling.start()

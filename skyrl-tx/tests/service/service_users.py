@@ -168,7 +168,7 @@ class Chain:
         return self
 
 
-async def until(fact, seconds: float = 20.0) -> None:
+async def wait_until(fact, seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not fact():
             await asyncio.sleep(0.01)
@@ -182,8 +182,8 @@ async def refused(status: int, asked: Awaitable[object], says: str | None = None
 
 async def without_engine(service: TinkerService) -> None:
     """Make later requests wait, as if the engine were absent. (An engine that is starting would come back.)"""
-    await until(lambda: service._link.ready)
-    service._link.ready = False
+    await wait_until(lambda: service.link.ready)
+    service.link.ready = False
 
 
 @asynccontextmanager

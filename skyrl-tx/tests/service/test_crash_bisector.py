@@ -30,7 +30,7 @@ def run(work: list[str], deadly: set[str], seed: int = 0, restarts: bool = False
             done.append(w)
         if killers:
             deaths += 1
-            found = suspects.died([w for w in running if w not in done])
+            found = suspects.record_crash([w for w in running if w not in done])
             culprit_request += [found] if found else []
             if restarts:
                 before, suspects = suspects.deaths, CrashBisector[str]()
@@ -56,11 +56,11 @@ def test_crash_bisector_finds_culprit_of_1024_in_dozen_crashes():
 def test_few_or_unattributed_deaths_are_accidents():
     suspects = CrashBisector[str]()
     for _ in range(5):
-        assert suspects.died([]) is None
+        assert suspects.record_crash([]) is None
     assert suspects.may_run("anything")
     for _ in range(DEATHS_TO_BE_SUSPECTED - 1):
-        suspects.died(["a", "b"])
+        suspects.record_crash(["a", "b"])
         assert suspects.may_run("a") and suspects.may_run("c")
     suspects.finished("a")
-    suspects.died(["b", "c"])
+    suspects.record_crash(["b", "c"])
     assert (suspects.may_run("b"), suspects.may_run("c")) == (True, False), "b saw one death more"

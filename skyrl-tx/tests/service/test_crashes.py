@@ -20,16 +20,16 @@ NUM_SEQS = 90
 @pytest.mark.parametrize("seed", [0])
 @pytest.mark.slow
 def test_kill_9_at_random_moments_changes_no_result(tmp_path: Path, seed: int):
-    _kill_again_and_again(tmp_path, seed, kills=6)
+    _kill_repeatedly(tmp_path, seed, kills=6)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_kill_9_at_many_random_moments_changes_no_result(tmp_path: Path, seed: int):
-    _kill_again_and_again(tmp_path, seed, kills=12)
+    _kill_repeatedly(tmp_path, seed, kills=12)
 
 
-def _kill_again_and_again(folder: Path, seed: int, kills: int) -> None:
+def _kill_repeatedly(folder: Path, seed: int, kills: int) -> None:
     draw = random.Random(seed)
     for _ in range(kills):
         worker = _start(folder)

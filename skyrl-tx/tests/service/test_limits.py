@@ -12,7 +12,7 @@ def test_tenant_request_limit_applies_per_kind():
     for _ in range(2):
         limits.admit_training("a")
         limits.enter("a", None)
-    with pytest.raises(Busy, match="2 training requests wait already; the most is 2"):
+    with pytest.raises(Busy, match="2 training requests"):
         limits.admit_training("a")
     limits.admit_training("b")
     limits.admit_sample("a", 10)
@@ -51,18 +51,18 @@ def test_token_rate_refills_and_sample_returns_unused_tokens():
     limits = Limits(max_pending=9, max_sample_tokens=10_000, quota=TokenQuota(600, lambda: seconds[0]))
     limits.admit_sample("a", 1000)  # larger than what is left: a debt
     limits.enter("a", 1000)
-    with pytest.raises(Busy, match=r"has used its 600 tokens per minute .* again in 40 s") as busy:
+    with pytest.raises(Busy, match=r"600 tokens per minute .* 40 s") as busy:
         limits.admit_sample("a", 1)
     assert 40 < busy.value.retry_after_seconds <= 41
     limits.admit_sample("b", 1000)
     limits.leave("a", 1000, used=450)
-    assert limits.quota.all_left() == {"a": 150.0}
+    assert limits.quota.get_all_remaining() == {"a": 150.0}
     limits.quota.charge("a", 1750)
     with pytest.raises(Busy) as busy:
         limits.quota.admit("a")
     assert busy.value.retry_after_seconds == 60.0, "clients ignore more"
     seconds[0] += 1000
-    assert limits.quota.left("a") == 600.0
+    assert limits.quota.get_remaining("a") == 600.0
     assert limits.quota.refusals == {"a": 2}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from scripted_engine import FAIL
-from service_users import Chain, Client, pass_of, refused, restarted, until
+from service_users import Chain, Client, pass_of, refused, restarted, wait_until
 
 from tx.errors import Busy
 from tx.tinker.service import intake
@@ -44,7 +44,7 @@ async def test_repeated_request_is_deduplicated(service: TinkerService, alice: C
 async def test_reused_seq_with_other_content_is_refused(
     service: TinkerService, alice: Client, model: str, tmp_path: Path
 ):
-    other = "came before with other content"
+    other = "was already used with different content"
     pending = await alice.train(model, 2)  # waits for its predecessor
     await refused(400, alice.train(model, 2, length=5), other)
     await refused(400, alice.step(model, 2), other)
@@ -58,7 +58,7 @@ async def test_reused_seq_with_other_content_is_refused(
         assert await alice.sample(sampler, 0) == sampled
         await alice.stored(sampled)
     saved = await alice.result(await alice.save(model, 3, "a"))
-    await refused(400, alice.sampler(0, model_path=saved["path"]), "is taken by a sampler of tiny")
+    await refused(400, alice.sampler(0, model_path=saved["path"]), "is in use by a sampler of tiny")
     together = [alice.sampler(1, base_model="tiny"), alice.sampler(1, model_path=saved["path"])]
     both = await asyncio.gather(*together, return_exceptions=True)
     assert sorted(type(each).__name__ for each in both) == ["RequestError", "str"]
@@ -90,10 +90,10 @@ async def test_refused_request_consumes_seq_and_repeats_refusal(alice: Client, m
     assert (await alice.result(await alice.train(model, 3)))["state"] == Chain(model).train(3).state
     await refused(400, alice.train(model, 2), "could not be read")
     nowhere = f"tinker://{model}/weights/never"
-    await refused(404, alice.load(model, 4, nowhere), "there is no checkpoint")
+    await refused(404, alice.load(model, 4, nowhere), "no checkpoint")
     async with restarted(alice, tmp_path):
         await refused(400, alice.submit_pass(bad), why)
-        await refused(404, alice.load(model, 4, nowhere), "there is no checkpoint")
+        await refused(404, alice.load(model, 4, nowhere), "no checkpoint")
         assert (await alice.result(await alice.step(model, 5)))["state"] == Chain(model).train(3).step(5).state
 
 
@@ -108,9 +108,9 @@ async def test_unfilled_gap_is_abandoned(service: TinkerService, alice: Client, 
 
 
 async def test_distant_seq_and_pass_without_data_are_refused(alice: Client, model: str):
-    await refused(400, alice.train(model, 2_000_000), "seq_id must be 1 to 10001 by now; got 2000000")
+    await refused(400, alice.train(model, 2_000_000), "seq_id must be 1 to 10001 at this point; got 2000000")
     empty = TrainingRequest(model, 1, [], "cross_entropy")
-    await refused(400, alice.submit_pass(empty), "data must hold at least one datum")
+    await refused(400, alice.submit_pass(empty), "data must contain at least one datum")
 
 
 async def test_another_tenants_things_do_not_exist(service: TinkerService, alice: Client, bob: Client, model: str):
@@ -152,7 +152,7 @@ async def test_wrong_model_is_refused_immediately(service: TinkerService, alice:
     names = "base_model must be 'tiny' or 'alias', which is served here; got 'gpt-9'"
     await refused(400, service.models.create("alice", request), names)
     elsewhere = request.model_copy(update={"session_id": "session_0", "base_model": "tiny"})
-    await refused(404, service.models.create("alice", elsewhere), "no live session")
+    await refused(404, service.models.create("alice", elsewhere), "not a live session")
     info = await service.models.get_info("alice", await alice.model(rank=16))
     assert (info["lora_rank"], info["is_lora"], info["model_name"]) == (16, True, "tiny")
 
@@ -164,14 +164,14 @@ async def test_models_keep_expert_layout_when_setting_changes(service: TinkerSer
     async with restarted(alice, tmp_path) as service:
         await alice.model(1)
         await alice.result(await alice.model_from(f"tinker://{sharing}/weights/kept", 2))
-        runs = [service._state.runs[f"{alice.session_id}:train:{number}"] for number in range(3)]
+        runs = [service.state.runs[f"{alice.session_id}:train:{number}"] for number in range(3)]
         assert [run.lora.share_experts for run in runs] == [True, False, True]
 
 
 async def test_failed_step_is_part_of_history(service: TinkerService, alice: Client, model: str):
     stored = await alice.stored(await alice.step(model, 1, FAIL))
     assert (stored.error, stored.category, stored.body) == ("not finite", "user", None)
-    service._link.kill("the test says so")
+    service.link.kill("the test says so")
     result = await alice.result(await alice.train(model, 2))
     assert result["state"] == Chain(model).failed(1).train(2).state
 
@@ -186,7 +186,7 @@ async def test_unloaded_model_first_completes_accepted_requests(
     assert "unloaded before its earlier requests" in ((await alice.stored(accepted[2])).error or "")
     await refused(404, alice.train(model, 3))
     assert await service.models.unload("alice", model) == gone
-    await until(lambda: not list((tmp_path / "state" / "snapshots").glob("*/*")), 60)
+    await wait_until(lambda: not list((tmp_path / "state" / "snapshots").glob("*/*")), 60)
 
 
 @pytest.mark.parametrize("service", [{"max_runs_gb": 1e-9}], indirect=True)
@@ -197,10 +197,10 @@ async def test_run_folders_beyond_limit_are_removed_only_for_unloaded_models(
     for each in (model, live):
         await alice.result(await alice.step(each, 1))
     gone, stays = (tmp_path / "state" / "runs" / each.replace(":", "_") for each in (model, live))
-    await until(lambda: gone.is_dir() and stays.is_dir())
+    await wait_until(lambda: gone.is_dir() and stays.is_dir())
     await alice.result(await service.models.unload("alice", model))
     await service._remove_old_run_folders()
-    await until(lambda: not gone.exists())
+    await wait_until(lambda: not gone.exists())
     assert stays.is_dir() and (tmp_path / "state" / "runs" / "server").is_dir()
 
 
@@ -224,7 +224,7 @@ async def test_tokens_per_minute_delay_their_tenant_alone_and_in_order(
         with pytest.raises(Busy, match="max_tokens_per_minute_per_tenant"):
             await alice.train(model, seq)
     await alice.step(model, 5)  # has no tokens
-    service._limits.quota.charge("alice", -250)  # two minutes later
+    service.limits.quota.charge("alice", -250)  # two minutes later
     with pytest.raises(Busy):
         await alice.train(model, 3)  # not before 2
     answers = {1: first} | {seq: await alice.train(model, seq) for seq in (2, 3, 4)}
@@ -232,7 +232,7 @@ async def test_tokens_per_minute_delay_their_tenant_alone_and_in_order(
     for seq, more in ((1, {"length": 60, "copies": 5}), (2, {}), (3, {}), (4, {})):
         assert (await alice.result(answers[seq]))["state"] == chain.train(seq, **more).state
     left = service.metrics()["quota_tokens_left"]["alice"]
-    await refused(400, alice.train(model, 6, length=60, copies=9), "data have 540 tokens, .* at most 4 minutes'")
+    await refused(400, alice.train(model, 6, length=60, copies=9), "data has 540 tokens, .* 4 minutes")
     assert service.metrics()["quota_tokens_left"]["alice"] >= left, "what is refused is not charged"
     his = await bob.model()
     await bob.result(await bob.train(his, 1, length=60, copies=5))
@@ -252,7 +252,7 @@ async def test_abandoned_delayed_request_stops_model_temporarily(
     for seq in (2, 3):
         with pytest.raises(Busy):
             await alice.train(model, seq)
-    service._limits.quota.charge("alice", -300)
+    service.limits.quota.charge("alice", -300)
     with pytest.raises(Busy):
         await alice.train(model, 3)
     monkeypatch.setattr(intake, "PATIENCE_SECONDS", 0.0)

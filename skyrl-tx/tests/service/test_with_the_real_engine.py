@@ -34,14 +34,14 @@ async def story(folder: Path, base_model: Path, *, kill: bool) -> list:
             step = await alice.step(model, 3 * i + 2, learning_rate=0.05)
             saving = await alice.save_sampler(model, 3 * i + 3, sampling_session_seq_id=i)
             if kill and i == 1:
-                service._link._send_signal(signal.SIGKILL)
+                service.link.send_signal(signal.SIGKILL)
             results.append(decode_pass_output((await alice.stored(first, 60)).body or b"").metrics["loss:sum"])
             assert "metrics" in await alice.result(step)
             sampler = (await alice.result(saving))["sampling_session_id"]
             asked = sample_of(sampler, 0, params={"seed": 5, "max_tokens": 8})
             answer = await service.sampling.asample("alice", schemas.AsampleRequest.model_validate(asked.model_dump()))
             results.append(decode_sample_output((await alice.stored(answer, 60)).body or b"").sequences[0].tokens)
-        assert service._link.deaths == int(kill)
+        assert service.link.deaths == int(kill)
     finally:
         await service.close()
     return results

@@ -48,14 +48,12 @@ async def test_completions_match_torch_backend(engines_of, adapter, tiny_model: 
 
 async def test_requests_unsupported_by_engines_are_refused_as_user_error(engines_of, adapter):
     async with engines_of(takes_head=False) as engines:
-        with pytest.raises(
-            ModelError, match=r"train_unembed=false, or serve with generator\.backend=native"
-        ) as refused:
+        with pytest.raises(ModelError, match=r"generator\.backend=native") as refused:
             await engines.sampling.sample(spec(), adapter(3, train_unembed=True))
         with pytest.raises(ModelError, match="512") as too_long:
             await engines.sampling.sample(spec(prompt=[5] * 600), None)
         targets = PromptTargets(shape=(len(spec().prompt) - 1, 1), ids=[5] * (len(spec().prompt) - 1))
-        with pytest.raises(ModelError, match="target_prompt_logprobs is not computed by the backend of this server"):
+        with pytest.raises(ModelError, match="target_prompt_logprobs"):
             await engines.sampling.sample(structs.replace(spec(), targets=targets), None)
         assert refused.value.category == too_long.value.category == "user"
         assert engines.sampling.num_running() == 0
@@ -105,7 +103,7 @@ async def test_backend_is_lost_after_exhausting_restarts(engines_of, adapter):
         while not engines.sampling.num_running():
             await asyncio.sleep(0.01)
         await engines.end()
-        with pytest.raises(BackendLost, match=r"generator\.max_engine_restarts=0 are used up"):
+        with pytest.raises(BackendLost, match=r"generator\.max_engine_restarts=0"):
             await running
         with pytest.raises(BackendLost):
             await engines.sampling.sample(spec(), None)

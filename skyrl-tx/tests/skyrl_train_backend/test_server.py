@@ -108,7 +108,7 @@ def descendants(server: ServerProcess) -> list[psutil.Process]:
     return psutil.Process(server.pid).children(recursive=True)
 
 
-def stopped_whole(server: ServerProcess, *, least: int) -> None:
+def stop_completely(server: ServerProcess, *, least: int) -> None:
     """Stop it: of its processes, which are more than `least`, none is left."""
     started, deadline = descendants(server), time.monotonic() + 30
     assert server.stop() == 0
@@ -124,9 +124,9 @@ async def test_models_are_trained_in_ray_and_sampled_by_engines(tmp_path: Path, 
             await two_models_learn_and_answer(client)
             targets = {"data": [5], "shape": [1, 1]}
             asked = {"base_model": "tiny", "prompt": {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}}
-            with pytest.raises(Refused, match="target_prompt_logprobs is not computed by the backend of this server"):
+            with pytest.raises(Refused, match="target_prompt_logprobs"):
                 await client.post("asample", asked | {"target_prompt_logprobs": targets})
-        stopped_whole(server, least=3)
+        stop_completely(server, least=3)
         assert "SIGTERM received" not in server.tail(), "Ray took the signal"
 
 
@@ -141,11 +141,11 @@ async def test_vllm_serves_adapters(tmp_path: Path):
     with server_of(tmp_path / "server", base_model, **settings) as server:
         async with Client(server.url) as client:
             # Refused at once by a server that knows its engines, and otherwise when they are there.
-            with pytest.raises((Refused, Failed), match="train_unembed must be false"):
+            with pytest.raises((Refused, Failed), match="train_unembed"):
                 await Model.new(client, "tiny", rank=8, train_unembed=True)
             await two_models_learn_and_answer(client)
             await check_topk_prompt_logprobs_agree_with_scores(client)
-        stopped_whole(server, least=5)
+        stop_completely(server, least=5)
 
 
 @pytest.mark.full
@@ -183,7 +183,7 @@ async def test_engine_process_restarts_if_engines_die_too_often(tmp_path: Path, 
                         process.kill()
                 said = await asking
                 assert said.sequences[0].tokens[:16] == before.sequences[0].tokens
-        assert "generator.max_engine_restarts=1 are used up" in server.tail(20_000)
+        assert "generator.max_engine_restarts=1" in server.tail(20_000)
 
 
 @pytest.mark.process

@@ -27,7 +27,7 @@ NATIVE = {"generator.backend": "native", "device": "cpu"}
         ({"generator.max_turns": 3}, "unknown setting backend_config.generator.max_turns"),
         ({"generator.backend": "vlm"}, "generator.backend must be one of auto, native, vllm, sglang; got 'vlm'"),
         (NATIVE | {"generator.max_num_seqs": "16"}, "generator.max_num_seqs must be an int"),
-        (NATIVE | {"generator.inference_engine_tensor_parallel_size": 2}, "is not read by generator.backend=native"),
+        (NATIVE | {"generator.inference_engine_tensor_parallel_size": 2}, "is not used by generator.backend=native"),
         (NATIVE | {"num_processes": 0}, "backend_config.num_processes must be above 0; got 0"),
         (NATIVE | {"device": "cuda:1"}, "backend_config.device must be one of auto, cpu, cuda; got 'cuda:1'"),
         ({"generator.backend": "sglang"}, "scripts/setup.sh --extra sglang"),

@@ -21,11 +21,11 @@ class Line:
         """Names begin with the tenant's letter."""
         for name in names:
             self._leave[name] = asyncio.Event()
-            self.tasks[name] = asyncio.create_task(self._be_there(name, num_rows))
+            self.tasks[name] = asyncio.create_task(self._wait_until_present(name, num_rows))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
 
-    async def _be_there(self, name: str, num_rows: int) -> None:
+    async def _wait_until_present(self, name: str, num_rows: int) -> None:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._turns.take(name[0], num_rows))
             self.inside.append(name)

@@ -43,7 +43,7 @@ def test_blobs_are_listed_by_minimum_age(blobs: Blobs, tmp_path: Path):
 @pytest.mark.parametrize("name", ["", "..", "../../etc/passwd", "a" * 31, "A" * 32, "owner", "a" * 32 + "\n"])
 def test_invalid_ids_reach_no_file(blobs: Blobs, name: str):
     for method in (blobs.get, blobs.drop):
-        with pytest.raises(ValueError, match="not the id of a blob"):
+        with pytest.raises(ValueError, match="not a blob id"):
             method(name)
 
 

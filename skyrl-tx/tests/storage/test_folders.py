@@ -106,7 +106,7 @@ def test_damaged_local_files_are_named_and_never_archived(tmp_path: Path):
     with pytest.raises(DamagedFilesError, match=r"adapter\.txt is missing"):
         folders.verified(folder)
     Path(folder, MANIFEST).write_text('{"files": {"adapter.txt": 3}}')
-    with pytest.raises(DamagedFilesError, match=r"tx_manifest\.json \(the checksums\) is damaged"):
+    with pytest.raises(DamagedFilesError, match=r"tx_manifest\.json"):
         folders.verified(folder)
     Path(folder, MANIFEST).unlink()
     folders.verified(folder)  # of a release without checksums
@@ -134,7 +134,7 @@ def test_archive_contains_files_without_dates(folders: Folders, tmp_path: Path):
     "part", ["", ".", "..", "a/b", "/etc", "a\\b", "a\0b", "a\n", ".partial", "-a", "a*", "~", "é", "x" * 256]
 )
 def test_names_cannot_escape_base(folders: Folders, part: str):
-    with pytest.raises(ValueError, match="a part of a folder's name"):
+    with pytest.raises(ValueError, match="component of a folder name"):
         folders.place(RUN, part)
 
 
@@ -144,7 +144,7 @@ def test_names_cannot_escape_base(folders: Folders, part: str):
 def test_only_places_are_written_or_removed(folders: Folders, folder: str):
     folder = folder.format(base=folders.base)
     for attempt in (folders.remove, lambda folder: write(folders, folder, "")):
-        with pytest.raises(ValueError, match="no folder under checkpoints_base"):
+        with pytest.raises(ValueError, match="checkpoints_base"):
             attempt(folder)
 
 
@@ -200,7 +200,7 @@ def test_leftovers_of_dead_writers_are_removed_and_live_files_kept(tmp_path: Pat
 @pytest.mark.parametrize(
     ("base", "says"),
     [
-        ("nowhere://bucket/x", "no URL that fsspec knows"),
+        ("nowhere://bucket/x", "nor a URL that fsspec supports"),
         ("az://bucket/x", "pip install 'adlfs'"),
         ("{tmp_path}/file/base", "checkpoints_base"),
     ],

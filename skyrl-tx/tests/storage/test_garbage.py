@@ -122,9 +122,9 @@ def add_sampler(session: Session, name: str, owner: str, folder: str | None, **v
 def test_expired_checkpoints_go_with_their_folders(session: Session):
     add_checkpoint(session, "old", NOW - 1, "/old")
     add_checkpoint(session, "young", NOW + 1, "/young")
-    add_checkpoint(session, "for ever", None, "/for-ever")
+    add_checkpoint(session, "never expire", None, "/for-ever")
     assert garbage.remove_expired_checkpoints(session, NOW) == ["/old"]
-    assert sorted(session.exec(select(CheckpointRow.name))) == ["for ever", "young"]
+    assert sorted(session.exec(select(CheckpointRow.name))) == ["never expire", "young"]
     assert garbage.list_scheduled_deletions(session) == ["/old"]
     garbage.remove_scheduled_deletion(session, "/old")
     assert garbage.list_scheduled_deletions(session) == []

@@ -148,7 +148,7 @@ async def test_unit_hiding_error_is_reported(store: Store):
 
 @pytest.mark.parametrize("end", [Session.commit.__name__, Session.rollback.__name__])
 async def test_unit_cannot_end_transaction(store: Store, end: str):
-    with pytest.raises(RuntimeError, match="a unit does not"):
+    with pytest.raises(RuntimeError, match="must not"):
         await store.write(lambda session: getattr(session, end)())
 
 

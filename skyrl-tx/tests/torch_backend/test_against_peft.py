@@ -80,7 +80,7 @@ def test_peft_loads_saved_adapter_with_same_logprobs_and_gradients(name, model_f
     loss = -sum((torch.tensor(d.inputs["weights"]) * lp).sum() for d, lp in zip(data, expected, strict=True))
     assert result.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-3)
     loss.backward()
-    adapter = backend._adapters["m"]
+    adapter = backend.adapters["m"]
     ours = {
         name.replace("weight", "default.weight"): x
         for name, x in _build_named_matrices(adapter, adapter.gradient).items()

@@ -121,7 +121,7 @@ def test_loss_is_plain_sum_over_data(model_folder: Make, supervised: Supervised)
         backend.create("m", LoraSpec(rank=4))
         results = [backend.run([TrainingPass("m", each, "cross_entropy")])[0] for each in passes]
         losses.append(sum(result.metrics["loss:sum"] for result in results if isinstance(result, PassOutput)))
-        gradients.append(backend._adapters["m"].gradient)
+        gradients.append(backend.adapters["m"].gradient)
     torch.testing.assert_close(gradients[1], 2 * gradients[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-4, atol=1e-4)
     assert losses == pytest.approx([losses[0], 2 * losses[0], losses[0]])
@@ -152,5 +152,5 @@ def test_custom_client_loss_has_torch_gradient(model_folder: Make, supervised: S
         backend.run([TrainingPass("server", data, "cross_entropy")])
     finally:
         LOSSES["cross_entropy"] = plain
-    a, b = (backend._adapters[model_id].gradient for model_id in ("client", "server"))
+    a, b = (backend.adapters[model_id].gradient for model_id in ("client", "server"))
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -37,7 +37,7 @@ def test_chat_template_may_be_in_tokenizer_config_and_refuse_messages(tmp_path, 
 
 
 def test_error_without_tokenizer_or_template_suggests_alternative(tmp_path):
-    with pytest.raises(RequestError, match="prompt must be token ids"):
+    with pytest.raises(RequestError, match="prompt"):
         Texts(tmp_path).encode("x")
     with pytest.raises(RequestError, match="use completions"):
         Texts(tmp_path).encode_chat(MESSAGES)

@@ -87,7 +87,7 @@ class TenantRuns(RunsFolder):
 
     def _check(self, run: str) -> None:
         if not self._is_own(run):
-            raise NotBelowError(f"{run}: there is no such run")
+            raise NotBelowError(f"no such run: {run}")
 
     def _is_own(self, run: str) -> bool:
         if not self._own.get(run):  # once true it stays so; a folder may get its file a moment later
@@ -105,7 +105,7 @@ class TenantRuns(RunsFolder):
 class _Login(NamedTuple):
     holder: Holder
     key: str
-    """Key that the server is asked with; empty if it has none."""
+    """Key for requests to the server; empty if it has none."""
     expires_at: float = inf
     """Time of `time.monotonic()`."""
 
@@ -157,7 +157,9 @@ class Console:
         request = Request(scope)
         # Without keys any page that a browser shows could ask, under a name of its own that leads here.
         if not self._keys and not is_loopback((request.url.hostname or "").strip("[]")):
-            return await _render_page("ask for 127.0.0.1 or localhost\n", "text/plain", 400)(scope, receive, send)
+            return await _render_page("use 127.0.0.1 or localhost as the host\n", "text/plain", 400)(
+                scope, receive, send
+            )
         login = self._find_login(request)
         if login is None:
             text = "This console needs an API key of the server: open it as /?token=KEY\n"
@@ -226,7 +228,7 @@ class Console:
         except urllib.error.HTTPError as error:
             return _render_page(error.read(), "application/json", error.code)
         except OSError as error:
-            text = json.dumps({"detail": f"the server does not answer ({error}): give its address as --server"})
+            text = json.dumps({"detail": f"the server does not respond ({error}): set its address with --server"})
             return _render_page(text, "application/json", 502)
 
 
@@ -261,11 +263,11 @@ def make_console(config: EngineConfig, options: argparse.Namespace) -> Console:
     keys = read_api_keys(config)
     if not keys and not is_loopback(options.host):
         raise ConfigError(
-            f"--console-host {options.host} can be reached by others: give --api-keys-file, as to the server"
+            f"--console-host {options.host} is reachable from other machines: set --api-keys-file, as for the server"
         )
     runs = config.state_folder / "runs"
     if not runs.is_dir():
-        raise ConfigError(f"state_dir: {config.state_folder} has no runs; give the --state-dir of the server")
+        raise ConfigError(f"state_dir: {config.state_folder} has no runs; set --state-dir to that of the server")
     defaults = Defaults()
     defaults.load()
     if options.login_hours <= 0:
@@ -277,8 +279,9 @@ def make_console(config: EngineConfig, options: argparse.Namespace) -> Console:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tx console",
-        description=f"Pages about a server's runs: a key's own ({ADMIN} keys: all, and those of the `{SERVER}`), and "
-        "samples from checkpoints. Other options as of `tx serve`: --state-dir, --api-keys-file, --host, --port.",
+        description=f"Web pages about a server's runs: those of the given key ({ADMIN} keys: all runs and the "
+        f"`{SERVER}` log), and sampling from checkpoints. Other options as for `tx serve`: --state-dir, "
+        "--api-keys-file, --host, --port.",
         allow_abbrev=False,
     )
     parser.add_argument("--console-host", dest="host", default="127.0.0.1", help="address to listen on")
@@ -286,7 +289,7 @@ def _build_parser() -> argparse.ArgumentParser:
         "--console-port", dest="port", type=int, default=8265, help="port to listen on, 0 for a free one"
     )
     parser.add_argument(
-        "--login-hours", type=float, default=LOGIN_HOURS, help="hours after which a browser must give its key again"
+        "--login-hours", type=float, default=LOGIN_HOURS, help="hours after which a browser must enter its key again"
     )
-    parser.add_argument("--server", help="URL of the server, if --host and --port do not lead there")
+    parser.add_argument("--server", help="URL of the server, if it differs from --host and --port")
     return parser

@@ -97,7 +97,9 @@ def _check_torch() -> Finding:
     if torch.cuda.is_available():
         return Finding("torch", "ok", f"{torch.__version__}, {torch.cuda.get_device_name(0)}")
     if shutil.which("nvidia-smi"):
-        text = f"{torch.__version__} sees no GPU though this machine has nvidia-smi; install the CUDA build of torch"
+        text = (
+            f"{torch.__version__} finds no GPU, although this machine has nvidia-smi; install the CUDA build of torch"
+        )
         return Finding("torch", "note", text)
     return Finding("torch", "ok", f"{torch.__version__}, on the CPU")
 
@@ -109,9 +111,9 @@ def _check_backend(config: EngineConfig) -> str:
 
 def _check_base_model(config: EngineConfig) -> Finding:
     if config.base_model == _NO_MODEL:
-        return Finding("base model", "note", "not looked at; give --base-model NAME_OR_DIR")
+        return Finding("base model", "note", "not checked; set --base-model NAME_OR_DIR")
     if not Path(config.base_model).expanduser().is_dir():
-        text = f"{config.base_model} is no folder here; the server fetches it from the hub at its start"
+        text = f"{config.base_model} is not a local folder; the server downloads it from the hub at startup"
         return Finding("base model", "note", text)
     try:
         facts = read_base_model(config.base_model)
@@ -119,9 +121,9 @@ def _check_base_model(config: EngineConfig) -> Finding:
         return Finding("base model", "wrong", str(error))
     text = f"{facts.architecture}, vocabulary {facts.vocab_size:,}, context {facts.max_context:,}"
     if facts.tokenizer_id is None:
-        return Finding("base model", "note", f"{text}; without a tokenizer clients must bring their own")
+        return Finding("base model", "note", f"{text}; no tokenizer, so clients need their own")
     if not list(facts.folder.glob("*.safetensors")):
-        return Finding("base model", "wrong", f"{facts.folder} has no *.safetensors; save the model in that form")
+        return Finding("base model", "wrong", f"{facts.folder} has no *.safetensors; save the model in this format")
     return Finding("base model", "ok", text)
 
 
@@ -156,7 +158,7 @@ def _check_memory(config: EngineConfig) -> Iterator[Finding]:
     size = torch.finfo(DTYPES[settings.dtype or "float32"]).bits // 8
     weights, copies = size * total * (1 if settings.num_processes == 1 else 2) / 1e9, size * packed / 1e9
     free = psutil.virtual_memory().available / 1e9
-    text = f"weights take {weights:,.1f} GB and their packed copy {copies:,.1f} of the {free:,.1f} GB that are free"
+    text = f"weights take {weights:,.1f} GB and their packed copy {copies:,.1f} of the {free:,.1f} GB of free memory"
     if weights + copies < free:
         yield Finding("memory", "ok", text)
     else:
@@ -174,8 +176,8 @@ def _read_shapes(files: Sequence[Path]) -> tuple[list[tuple[str, list[int]]], li
             with safe_open(path, framework="pt") as file:
                 shapes += [(name, file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118  # no mapping
         except (OSError, SafetensorError) as error:
-            text = f"{path} cannot be read ({error}): a download that was cut off, or a pointer of git-lfs"
-            damaged.append(Finding("weights", "wrong", f"{text}; fetch the file again (`git lfs pull`)"))
+            text = f"{path} cannot be read ({error}): it may be an incomplete download or a git-lfs pointer"
+            damaged.append(Finding("weights", "wrong", f"{text}; download the file again (`git lfs pull`)"))
     return shapes, damaged
 
 
@@ -188,7 +190,7 @@ def _check_writable(folder: Path) -> str:
     """Test writing to a folder, or to its nearest existing parent, so that a mistyped name creates nothing."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     with tempfile.NamedTemporaryFile(dir=nearest):
-        return f"{folder} can be written" if nearest == folder else f"the server makes {folder} at its start"
+        return f"{folder} is writable" if nearest == folder else f"the server creates {folder} at startup"
 
 
 def _check_checkpoints(config: EngineConfig) -> str:
@@ -197,25 +199,25 @@ def _check_checkpoints(config: EngineConfig) -> str:
         return _check_writable(Path(base).expanduser())
     with tempfile.TemporaryDirectory() as cache:
         Folders(base, Path(cache))
-    return f"{base} is known to fsspec"
+    return f"{base} is supported by fsspec"
 
 
 def _check_database(config: EngineConfig) -> str:
     database = Database(config.store_url)
     if database.is_sqlite and not (file := Path(str(database.url.database))).exists():
         _check_writable(file.parent)
-        return f"the server makes {file} at its start"
+        return f"the server creates {file} at startup"
     with database.reading() as (_, version):
-        opened = "sqlite in the state folder opens" if database.is_sqlite else "PostgreSQL answers"
+        opened = "the sqlite database in the state folder can be opened" if database.is_sqlite else "PostgreSQL answers"
     if version == SCHEMA_VERSION:
         return opened
-    return f"{opened}; the server {f'migrates its schema {version}' if version else 'makes its tables'} at its start"
+    return f"{opened}; the server {f'migrates its schema {version}' if version else 'creates its tables'} at startup"
 
 
 def _check_disk(config: EngineConfig) -> Finding:
     free = shutil.disk_usage(config.state_folder if config.state_folder.exists() else Path.home()).free / 2**30
     text = f"{free:,.1f} GiB free at the state folder"
-    return Finding("disk", "ok", text) if free > LITTLE_DISK_GB else Finding("disk", "note", f"{text}: that is little")
+    return Finding("disk", "ok", text) if free > LITTLE_DISK_GB else Finding("disk", "note", f"{text}: this is little")
 
 
 def _run_folders(config: EngineConfig) -> Finding:
@@ -232,7 +234,7 @@ def _run_folders(config: EngineConfig) -> Finding:
 
 def _open_files() -> Finding:
     files = raise_file_limit()
-    text = f"at most {files:,} at a time, so {compute_connection_limit(files):,} connections"
+    text = f"at most {files:,} at a time, which allows {compute_connection_limit(files):,} connections"
     if files >= FEW:
         return Finding("open files", "ok", text)
     return Finding("open files", "note", f"{text}; raise the hard limit (`ulimit -Hn`, systemd's LimitNOFILE)")
@@ -243,7 +245,7 @@ def _check_sdk() -> Finding:
     try:
         version = importlib.metadata.version("tinker")
     except importlib.metadata.PackageNotFoundError:
-        return Finding("tinker SDK", "note", f"not in this environment; clients need {oldest} to {newest}")
+        return Finding("tinker SDK", "note", f"not installed in this environment; clients need {oldest} to {newest}")
     numbers = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:3])
     if SDK_VERSIONS[0] <= numbers <= SDK_VERSIONS[1]:
         return Finding("tinker SDK", "ok", version)

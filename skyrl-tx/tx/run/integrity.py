@@ -51,10 +51,10 @@ def check_integrity(config: EngineConfig) -> Iterator[Finding]:
     state = config.state_folder
     try:
         if not state.is_dir():
-            raise ConfigError(f"state_dir: there is no folder {state}; give the --state-dir of the server")
+            raise ConfigError(f"state_dir: no folder {state}; set --state-dir to that of the server")
         with Database(config.store_url).reading() as (database, version):
             if not version:
-                raise ConfigError(f"database_url: {config.store_url} has no tables of a server")
+                raise ConfigError(f"database_url: {config.store_url} is not a server's database")
             kept = _read_rows(database)
     except ConfigError as error:
         yield Finding("integrity", "wrong", f"{error}; stop the server for this check, or fix the database first")
@@ -74,7 +74,9 @@ def _check_folders(kept: _Kept, checkpoints: Folders, snapshots: Folders) -> Ite
         checkpoints,
         "restore its folder from a copy, or delete it (DELETE …/checkpoints)",
     )
-    yield from _check("sampler", kept.samplers, checkpoints, "its client saves the weights again; no other is affected")
+    yield from _check(
+        "sampler", kept.samplers, checkpoints, "its client must save the weights again; nothing else is affected"
+    )
     yield from _check(
         "snapshot", kept.snapshots, snapshots, "the model is lost: create one from its last checkpoint (load_state)"
     )
@@ -83,10 +85,10 @@ def _check_folders(kept: _Kept, checkpoints: Folders, snapshots: Folders) -> Ite
 def _check_blobs(kept: _Kept, blobs: Blobs, folder: Path) -> Iterator[Finding]:
     missing = [(request_id, blob) for request_id, blob in kept.blobs if not blobs.has(blob)]
     for request_id, blob in missing:
-        text = f"{request_id}: its payload or result {blob} is missing in {folder}; that request fails"
+        text = f"{request_id}: its payload or result {blob} is missing in {folder}; this request fails"
         yield Finding("blob", "wrong", f"{text}: restore the folder from a copy, or send the request again")
     if not missing:
-        yield Finding("blobs", "ok", f"{len(kept.blobs)} payloads and results are there")
+        yield Finding("blobs", "ok", f"{len(kept.blobs)} payloads and results found")
 
 
 def _check(kind: str, kept: list[tuple[str, str]], folders: Folders, remedy: str) -> Iterator[Finding]:
@@ -103,7 +105,7 @@ def _check(kind: str, kept: list[tuple[str, str]], folders: Folders, remedy: str
         num_damaged += 1
         yield Finding(kind, "wrong", f"{name} in {folder}: {damage}. {remedy[0].upper()}{remedy[1:]}")
     if not num_damaged:
-        yield Finding(f"{kind}s", "ok", f"{len(kept)} are as they were saved")
+        yield Finding(f"{kind}s", "ok", f"{len(kept)} are intact")
 
 
 def _read_rows(database: Session) -> _Kept:

@@ -10,7 +10,7 @@ from tx.errors import ConfigError
 
 app = typer.Typer(
     name="tx",
-    help="A training service that speaks the protocol of the tinker SDK, on your own hardware.",
+    help="A training service with the API of the tinker SDK, on your own hardware.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -29,24 +29,24 @@ def serve(context: typer.Context) -> None:
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Option(help="A local folder or a hub name.")],
-    dataset: Annotated[str, typer.Option(help="A .parquet, .json or .jsonl file, or a hub name.")],
+    model: Annotated[str, typer.Option(help="Local folder or hub name.")],
+    dataset: Annotated[str, typer.Option(help=".parquet, .json or .jsonl file, or hub name.")],
     output_dir: Annotated[str, typer.Option(help="Folder of the run: checkpoints, metrics, exported models.")],
-    batch_size: Annotated[int, typer.Option(help="Examples a step.")],
+    batch_size: Annotated[int, typer.Option(help="Examples per step.")],
     loader: Annotated[
-        str, typer.Option(help="How rows are read: tx.loaders.chat, from `messages`.")
+        str, typer.Option(help="Loader of dataset rows: tx.loaders.chat, which reads `messages`.")
     ] = "tx.loaders.chat",
-    split: Annotated[str, typer.Option(help="Of a data set on the hub.")] = "train",
+    split: Annotated[str, typer.Option(help="Split of a dataset on the hub.")] = "train",
     load_checkpoint_path: Annotated[
-        str | None, typer.Option(help="A checkpoint (global_step_N) of an earlier run to go on from.")
+        str | None, typer.Option(help="Checkpoint (global_step_N) of an earlier run to resume from.")
     ] = None,
     save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
-    max_steps: Annotated[int | None, typer.Option(help="End after this many steps; else after one epoch.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Maximum number of steps; default: one epoch.")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw")] = "adamw",
     optimizer_args: Annotated[
         str, typer.Option(help="JSON: learning_rate, weight_decay, b1, b2.")
     ] = '{"learning_rate": 1e-5, "weight_decay": 0.1}',
-    tp_size: Annotated[int, typer.Option(help="1: the trainer shards over its workers by itself (FSDP2).")] = 1,
+    tp_size: Annotated[int, typer.Option(help="Must be 1: the trainer shards over its workers (FSDP2).")] = 1,
     tracker: Annotated[str | None, typer.Option(help="console, tensorboard, wandb, mlflow or swanlab.")] = None,
     tracker_args: Annotated[str, typer.Option(help="JSON: project, name.")] = "{}",
 ) -> None:

@@ -29,7 +29,7 @@ _SAMPLERS = "*:train:*/samplers/*@*"
 _RUN = re.compile(r"(?P<session>.+):train:(?P<number>\d+)")
 REMOVE_SAMPLERS = "--remove-samplers"
 """Option of this command alone: delete the weights of samplers without a name that the database does not know."""
-_REMEDY = f"{REMOVE_SAMPLERS} deletes them; those of another server with the same checkpoints_base would go, too"
+_REMEDY = f"{REMOVE_SAMPLERS} deletes them, including those of another server with the same checkpoints_base"
 _WEIGHTS, _OPTIMIZER = "adapter_model.safetensors", "optimizer.safetensors"
 
 
@@ -59,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
         base = remove_local_scheme(config.checkpoints_base)
         if "://" in base:
             raise ConfigError(
-                f"checkpoints_base: {base} is no local folder; copy it to one, recover from that, "
-                "and copy the state folder back"
+                f"checkpoints_base: {base} is not a local folder; copy it to one, recover from the copy, and copy the "
+                "state folder back"
             )
         folder = Path(base).expanduser().absolute()
         found, damaged = find_checkpoints(folder)
@@ -91,7 +91,7 @@ def find_checkpoints(base: Path) -> tuple[list[FoundCheckpoint], list[str]]:
         ConfigError: the folder does not exist.
     """
     if not base.is_dir():
-        raise ConfigError(f"checkpoints_base: there is no folder {base}")
+        raise ConfigError(f"checkpoints_base: no folder {base}")
     newest: dict[TinkerPath, FoundCheckpoint] = {}
     damaged = []
     for candidate in starmap(FoundCheckpoint, find_places(base)):

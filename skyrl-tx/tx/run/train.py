@@ -67,8 +67,8 @@ def build_trainer_settings(options: TrainOptions) -> dict[str, Any]:
         raise ConfigError(f"--optimizer must be adamw; got {options.optimizer!r}")
     if options.tp_size != 1:
         raise ConfigError(
-            f"--tp-size must be 1, got {options.tp_size}: several GPUs share the model by FSDP2; for those use "
-            f"python -m skyrl_train.entrypoints.main_sft with trainer.placement.policy_num_gpus_per_node"
+            f"--tp-size must be 1, got {options.tp_size}: FSDP2 shards the model over several GPUs; use python -m "
+            "skyrl_train.entrypoints.main_sft with trainer.placement.policy_num_gpus_per_node"
         )
     for name in ("batch_size", "save_steps", "max_steps"):
         value = getattr(options, name)
@@ -117,5 +117,5 @@ def _build_tracker_settings(text: str) -> dict[str, Any]:
 def _parse_object(text: str, option: str, known: set[str]) -> dict[str, Any]:
     value = parse_json_object(text, option)
     if unknown := sorted(set(value) - known):
-        raise ConfigError(f"{option}: {unknown[0]!r} is not known; known are {', '.join(sorted(known))}")
+        raise ConfigError(f"{option}: {unknown[0]!r} is unknown; known: {', '.join(sorted(known))}")
     return value

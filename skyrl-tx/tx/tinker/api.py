@@ -32,7 +32,7 @@ from tx.tinker.types import SERVER
 logger = logging.getLogger(__name__)
 
 LAST_ANSWERS_SECONDS = 3
-"""Time that pending requests have when the server is told to stop."""
+"""Time that pending requests have when the server stops."""
 BACKLOG = 4096
 
 
@@ -81,15 +81,15 @@ async def serve(config: EngineConfig) -> None:
         finally:
             await service.close()
     if service.fatal_config_error.is_set():
-        raise ConfigError("the engine cannot work with these settings; the log above has its reason")
+        raise ConfigError("the engine rejected these settings; see the reason in the log above")
 
 
 def _build_connections() -> Connections:
     files = raise_file_limit()
     connections = Connections(compute_connection_limit(files))
-    logger.info("at most %d files are open at a time, so %d connections", files, connections.limit)
+    logger.info("at most %d open files are allowed, which allows %d connections", files, connections.limit)
     if files < FEW:
-        logger.warning("that is little for many clients: raise the hard limit (`ulimit -Hn`, systemd's LimitNOFILE)")
+        logger.warning("this is low for many clients: raise the hard limit (`ulimit -Hn`, systemd's LimitNOFILE)")
     return connections
 
 

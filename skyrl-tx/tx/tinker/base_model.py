@@ -40,7 +40,7 @@ def read_base_model(name_or_dir: str) -> BaseModelFacts:
     folder = folder.resolve() if is_local else _resolve_folder(name_or_dir)
     config = _read_json(folder / "config.json")
     if not config:
-        raise ConfigError(f"base_model must have a config.json; {folder} has none that can be read")
+        raise ConfigError(f"base_model must have a readable config.json; {folder} has none")
     text = config.get("text_config") or config
     has_tokenizer = any((folder / f).is_file() for f in ("tokenizer_config.json", "tokenizer.json", "tokenizer.model"))
     return BaseModelFacts(
@@ -56,13 +56,15 @@ def read_base_model(name_or_dir: str) -> BaseModelFacts:
 
 def _resolve_folder(name: str) -> Path:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"base_model must be a folder or a name of the hub; there is no folder {name}")
+        raise ConfigError(f"base_model must be a folder or a hub name; no folder {name}")
     from huggingface_hub import snapshot_download  # heavy, and needed for names of the hub only
 
     try:
         return Path(snapshot_download(name, allow_patterns=FILES))
     except Exception as error:  # a name that is none, no network, no permission: the hub has a type for each
-        raise ConfigError(f"base_model {name} is no local folder, and the hub did not give it: {error}") from error
+        raise ConfigError(
+            f"base_model {name} is not a local folder and could not be downloaded from the hub: {error}"
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -78,4 +80,4 @@ def _read_number(config: dict[str, Any], fields: tuple[str, ...], folder: Path) 
     for name in fields:
         if isinstance(config.get(name), int):
             return config[name]
-    raise ConfigError(f"config.json of {folder} must say {' or '.join(fields)}")
+    raise ConfigError(f"config.json of {folder} must define {' or '.join(fields)}")

@@ -53,8 +53,8 @@ class _Parser(argparse.ArgumentParser):
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m tx.tinker.api",
-        description=f"A training service that speaks the protocol of the tinker SDK. Each option may also be set in "
-        f"the environment, as {ENV_PREFIX} and its name in capitals with _ for -.",
+        description="A training service with the API of the tinker SDK. Each option can also be set as an "
+        f"environment variable: {ENV_PREFIX} and its name in capitals with _ for -.",
         argument_default=argparse.SUPPRESS,  # omit missing options, so that environment variables apply
         allow_abbrev=False,
     )
@@ -116,9 +116,9 @@ def parse_json_object(text: str, source: str) -> dict[str, Any]:
 
 def _describe_unknown_option(text: str) -> str:
     if not text.startswith("-"):
-        return f"unexpected argument {text!r}; settings are given as --name value"
+        return f"unexpected argument {text!r}; pass settings as --name value"
     name = text.split("=", 1)[0]
-    hint = did_you_mean(name, map(_add_option, _FIELDS), otherwise="--help lists them all")
+    hint = did_you_mean(name, map(_add_option, _FIELDS), otherwise="--help lists all options")
     return f"unknown option {name}; {hint}"
 
 

@@ -105,7 +105,7 @@ class CheckpointLookup(Protocol):
         """Find a checkpoint that the tenant may read. Raises: RequestError."""
         ...
 
-    async def reserve_room(self, tenant: str, request_id: str, kind: CheckpointKind, rank: int) -> None:
+    async def reserve_space(self, tenant: str, request_id: str, kind: CheckpointKind, rank: int) -> None:
         """Check that the tenant may save more, and count this save from now on. Raises: RequestError, Busy."""
         ...
 
@@ -148,7 +148,7 @@ class ExecutionContext:
         try:
             local = yield partial(self.folders.verified, folder)
         except FileNotFoundError:
-            raise ModelError("the checkpoint does not exist any more") from None
+            raise ModelError("the checkpoint no longer exists") from None
         except DamagedFilesError as error:
             logger.error("checkpoint %s: %s", folder, error)
             raise ModelError(f"the checkpoint is damaged on the server's disk: {error}. Load another one") from None
@@ -208,8 +208,9 @@ class ModelCommand(Command, frozen=True, kw_only=True):
 
     @property
     def source_folder(self) -> str | None:
-        """Checkpoint folder that the model's state comes from. Such a command is followed by a snapshot, because the
-        checkpoint may be deleted before a replay."""
+        """Checkpoint folder that the model's state is loaded from. Such a command is followed by a snapshot, because
+        the checkpoint may be deleted before a replay.
+        """
         return None
 
     @property
@@ -387,7 +388,7 @@ class Save(ModelCommand, frozen=True, kw_only=True):
             if not effect.overwrite:
                 await context.checkpoints.check_name_is_free(path)
             # Last: a request that is refused after it would keep its room.
-            await context.checkpoints.reserve_room(address.tenant, address.request_id, kind, model.lora.rank)
+            await context.checkpoints.reserve_space(address.tenant, address.request_id, kind, model.lora.rank)
             folder = context.folders.place(*get_folder_parts(path, address.seq))
             answer["path"] = str(path)
         command = cls(**address._asdict(), folder=folder, state=kind == "weights", recipients=recipients)
@@ -486,7 +487,7 @@ class Unload(ModelCommand, frozen=True, kw_only=True):
 
     @classmethod
     def encode(cls, tenant: str, model_id: str, seq: int) -> StoredCommand:
-        """Args: seq: the model's next one, which stays unused."""
+        """Args: seq: the model's next sequence number; unused."""
         command = cls(request_id=format_request_id(model_id, "unload"), tenant=tenant, model_id=model_id, seq=seq)
         return StoredCommand(command=command, answer=orjson.dumps({"model_id": model_id, "type": "unload_model"}))
 

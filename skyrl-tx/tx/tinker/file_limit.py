@@ -5,7 +5,7 @@ import resource
 MOST = 2**20
 """More is not asked for: where the system sets no bound, some of its tables would."""
 FEW = 4096
-"""Fewer are few for a server: each result that is waited for is a connection."""
+"""A lower limit is too low for a server: each pending result holds a connection."""
 
 
 def raise_file_limit() -> int:

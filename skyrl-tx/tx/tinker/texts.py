@@ -42,7 +42,7 @@ class Texts:
         try:
             text = self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
         except jinja2.TemplateError as error:
-            raise RequestError(f"messages: the model's chat template refuses them: {error}") from None
+            raise RequestError(f"messages: the model's chat template rejects them: {error}") from None
         return self.encode(text, with_special_tokens=False)
 
     @cached_property

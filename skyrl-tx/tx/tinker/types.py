@@ -68,8 +68,8 @@ class SampleParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 TARGETS_REFUSED = (
-    "target_prompt_logprobs is not computed by the backend of this server: ask for topk_prompt_logprobs, or serve with "
-    "--backend torch"
+    "target_prompt_logprobs is not computed by the backend of this server: request topk_prompt_logprobs, or serve "
+    "with --backend torch"
 )
 
 

@@ -52,7 +52,7 @@ def get_tools_of_flags(flags: Mapping[str, object]) -> list[ToolEntry]:
         if flag in FLAGS:
             chosen[FLAGS[flag]] = value
         elif value:
-            raise ConfigError(f"tools.{flag}: true: CodeActAgent has nothing of the kind; remove it")
+            raise ConfigError(f"tools.{flag}: true: CodeActAgent has no such tool; remove it")
     return [name for name, wanted in chosen.items() if wanted]
 
 

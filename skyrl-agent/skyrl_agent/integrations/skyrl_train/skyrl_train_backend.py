@@ -186,7 +186,8 @@ class SkyRLAgentGenerator(GeneratorInterface):
             said = section.num_trajectories if "num_trajectories" in section.model_fields_set else None
             if said not in (None, samples):
                 raise ConfigError(
-                    f"generator.{name}={samples} must be what the task file {cfg.task} says: num_trajectories is {said}"
+                    f"generator.{name}={samples} must equal num_trajectories of the task file {cfg.task}, "
+                    f"which is {said}"
                 )
         temperature = task.sampling_params.get("temperature")
         if temperature not in (None, cfg.sampling_params.temperature):
@@ -208,7 +209,7 @@ def build_instance_rows(batch: GeneratorInput) -> list[Row]:
 def _count_samples(ids: Sequence[TrajectoryID]) -> int:
     counts = {len(list(group)) for _, group in groupby(ids, key=lambda trajectory_id: trajectory_id.instance_id)}
     if len(counts) != 1:
-        raise ValueError(f"every prompt must be asked equally often; got {sorted(counts)} samples")
+        raise ValueError(f"every prompt must have the same number of samples; got {sorted(counts)}")
     return counts.pop()
 
 
@@ -255,7 +256,7 @@ def _convert_failure(rows: TrainingRows, number: int) -> Failure | None:
         return None
     failure = rows.failures[number]
     if failure is None:
-        return Failure("infrastructure", f"it ended as {rows.finish_reasons[number]}")
+        return Failure("infrastructure", f"it finished with {rows.finish_reasons[number]}")
     kind: FailureKind = failure.kind
     return Failure(kind, f"{failure.stage}: {failure.message}")
 

@@ -24,7 +24,7 @@ def validate_agent_cfg(cfg: SkyRLConfig | DictConfig) -> SkyRLConfig:
     """Validate settings; `generator.task` must name a task file."""
     typed = validate_cfg(cfg)
     if typed.generator.task is None:
-        raise ConfigError("generator.task is missing: name a task file")
+        raise ConfigError("generator.task is missing: set it to a task file")
     return typed
 
 

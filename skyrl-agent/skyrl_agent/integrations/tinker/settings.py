@@ -74,7 +74,7 @@ def read_config(arguments: Sequence[str]) -> Config:
 def _format_error(item: ErrorDetails) -> str:
     key = ".".join(map(str, item["loc"]))
     if item["type"] == "missing":
-        return f"{key} is missing: give {key}=..."
+        return f"{key} is missing: set {key}=..."
     if item["type"] == "extra_forbidden":
         return f"unknown key {key}; keys are {', '.join(Config.model_fields)}"
     return f"{key}={item['input']!r}: {item['msg']}"

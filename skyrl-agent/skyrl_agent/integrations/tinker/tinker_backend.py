@@ -46,7 +46,7 @@ class TinkerBackend:
             params["stop"] = sorted({*stop_ids} | turn_ends_of(self.tokenizer).ids)
         unknown = sorted(set(params) - set(types.SamplingParams.model_fields))
         if unknown:
-            raise BackendError(f"generator.sampling_params has {', '.join(unknown)}, which tinker does not know")
+            raise BackendError(f"generator.sampling_params has {', '.join(unknown)}, which tinker does not support")
         try:
             answer = await settled(
                 self.client.sample(types.ModelInput.from_ints(list(input_ids)), 1, types.SamplingParams(**params))

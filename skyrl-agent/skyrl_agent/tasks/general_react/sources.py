@@ -37,7 +37,7 @@ def _parse_answers(row: Row) -> list[str]:
 def _parse_tests(row: Row) -> Any:
     found = field(row, *GROUND_TRUTHS)
     if found is None:
-        raise TaskRowError(f"{' or '.join(GROUND_TRUTHS)} must hold tests; it is missing")
+        raise TaskRowError(f"{' or '.join(GROUND_TRUTHS)} must contain tests; it is missing")
     return parse_tests_of(found)
 
 
@@ -126,8 +126,8 @@ def get_kind(data_source: str, sources: Mapping[str, str]) -> Kind:
     fitting = [prefix for prefix in sources if name.startswith(prefix)]
     if fitting:
         return KINDS[sources[max(fitting, key=len)]]
-    hint = did_you_mean(name, sources, otherwise=f"there are those that begin with {', '.join(sorted(sources))}")
+    hint = did_you_mean(name, sources, otherwise=f"known prefixes: {', '.join(sorted(sources))}")
     raise TaskRowError(
-        f"data source {data_source!r} is not known; {hint} (data.data_source_key says where rows have it, "
+        f"data source {data_source!r} is unknown; {hint} (data.data_source_key sets the field of rows, "
         f"task_config.sources: {{{data_source}: KIND}} makes it one of {', '.join(KINDS)})"
     )

@@ -118,8 +118,8 @@ class SWEBenchTask(BaseTask):
         if "::" not in parse_names(row["FAIL_TO_PASS"])[0] and harness.find_harness(kind) is None:
             package = harness.PACKAGES.get(kind, "swebench")
             raise ConfigError(
-                f"row {self.row_id(instance)}: its tests do not have pytest's names, so that only the benchmark's own "
-                f"package can judge it: pip install {package}, or leave out rows of {row.get('repo')}"
+                f"row {self.row_id(instance)}: its tests do not have pytest names, so only the benchmark's own "
+                f"package can grade it: pip install {package}, or remove rows of {row.get('repo')}"
             )
 
     def get_instruction(self, instance: Instance) -> list[Message]:
@@ -144,7 +144,7 @@ class SWEBenchTask(BaseTask):
     async def evaluate_result(
         self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
     ) -> Judgement:
-        assert runtime is not None, "the caller starts evaluation_runtime_spec"
+        assert runtime is not None, "the caller must start evaluation_runtime_spec"
         patch = result["git_patch"] if result else ""
         if not patch.strip():
             # A truncated agent had no time for a patch: its finish reason is kept.

@@ -170,7 +170,7 @@ class GymnasiumEnv(BaseTextEnv):
         self.terminated = played.terminated
         self.success = self.success if played.success is None else played.success
         if not math.isfinite(self.episode_return):
-            raise Error(f"{self.player.env.spec} gave a reward that is not a finite number: {played.reward}")
+            raise Error(f"{self.player.env.spec} returned a reward that is not a finite number: {played.reward}")
 
     @property
     def reaches_threshold(self) -> bool:

@@ -1,4 +1,6 @@
-"""A Gymnasium environment played through text: actions read, observations written, returns counted. Knows no turns."""
+"""A Gymnasium environment played through text: actions read, observations written, returns counted. Independent of
+turns.
+"""
 
 import copy
 import importlib
@@ -42,7 +44,7 @@ def make_environment(env_id: str, env_kwargs: Mapping[str, object], ansi: bool) 
     except gymnasium.error.Error as unknown:
         raise TaskError(f"env_id must be registered with Gymnasium; got {env_id!r}: {unknown}") from unknown
     except (TypeError, ValueError, KeyError, AssertionError) as refusal:
-        raise TaskError(f"env_kwargs of {env_id} are refused: {refusal}; got {kwargs}") from refusal
+        raise TaskError(f"env_kwargs of {env_id} are invalid: {refusal}; got {kwargs}") from refusal
     if not is_readable(env.action_space):
         env.close()
         raise TaskError(

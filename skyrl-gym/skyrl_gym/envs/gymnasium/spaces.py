@@ -93,7 +93,7 @@ def read(space: spaces.Space, value: object) -> object:
     """Convert a JSON value to an element of a readable space. Raises IllegalAction."""
     match space:
         case spaces.Discrete():
-            if not _is_whole(value) or not space.start <= value < space.start + space.n:
+            if not _is_integer(value) or not space.start <= value < space.start + space.n:
                 raise IllegalAction(f"{_format_short(value)} is not {describe(space)}")
             return space.dtype.type(int(value))  # pyright: ignore[reportOptionalMemberAccess]
         case spaces.Box():
@@ -145,7 +145,7 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_whole(value: object) -> TypeGuard[float]:
+def _is_integer(value: object) -> TypeGuard[float]:
     return _is_number(value) and value == int(value) and abs(value) < 2**63
 
 
@@ -163,7 +163,7 @@ def _parse_array(space: spaces.Space, value: object, whole: bool) -> np.ndarray:
     flat: list[object] = []
     _flatten(value, shape, flat)
     for number in flat:
-        if not (_is_whole(number) if whole else _is_number(number)):
+        if not (_is_integer(number) if whole else _is_number(number)):
             raise IllegalAction(f"{_format_short(number)} is not a {'whole' if whole else 'finite'} number")
     return np.array(flat, dtype=np.int64 if whole else np.float64).reshape(shape)
 

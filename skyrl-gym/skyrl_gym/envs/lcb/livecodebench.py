@@ -82,7 +82,8 @@ def _parse_tests(sample: Mapping[str, Any]) -> ProgramTests | FunctionTests:
         cases = list(zip(content["inputs"], content["outputs"], strict=True))
     except (KeyError, TypeError, ValueError) as failure:
         raise TaskError(
-            f"input_output must be JSON text with inputs and as many outputs: {failure!r}; got {sample!r:.200}"
+            f"input_output must be JSON text with the same number of inputs and outputs: {failure!r}; got "
+            f"{sample!r:.200}"
         ) from failure
     name = content.get("fn_name")
     kind = {"testtype": "functional", "metadata": {"func_name": name}} if name else {"testtype": "stdin"}

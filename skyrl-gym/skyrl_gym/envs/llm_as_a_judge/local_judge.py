@@ -104,7 +104,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone is no error here."""
+        """A disconnected client is not an error."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 

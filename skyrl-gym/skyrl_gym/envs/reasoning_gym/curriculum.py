@@ -48,7 +48,7 @@ def build_config(name: str, level: int | Mapping[str, int]) -> dict[str, object]
         for attribute, attribute_level in level.items():
             if attribute not in curriculum.attributes:
                 known = ", ".join(curriculum.attributes)
-                raise TaskError(f"level of {name} has no attribute {attribute!r}; there are {known}")
+                raise TaskError(f"level of {name} has no attribute {attribute!r}; attributes: {known}")
             last = len(curriculum.attributes[attribute].levels) - 1
             if attribute_level not in range(last + 1):
                 raise TaskError(f"level of {name}.{attribute} must be 0 to {last}; got {attribute_level!r}")

@@ -82,8 +82,8 @@ class ReasoningGymEnv(BaseTextEnv):
         messages = list(prompt) or [{"role": "user", "content": question}]
         if not self.is_ready_made and not any(question in str(message.get("content")) for message in messages):
             raise TaskError(
-                f"prompt does not ask the question that {self.dataset} makes of seed and index: {question!r:.200}; "
-                f"write the entry into the row, as reasoning_gym_rows does"
+                f"prompt does not contain the question that {self.dataset} generates from seed and index: "
+                f"{question!r:.200}; write the entry into the row, as reasoning_gym_rows does"
             )
         if self.config.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": find_system_prompt(self.config.system_prompt)})

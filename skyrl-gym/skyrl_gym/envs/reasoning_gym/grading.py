@@ -103,9 +103,7 @@ def _score(name: str, config: Mapping[str, object], entry: Entry, answer: str) -
     if isinstance(score, Exception):  # an answer of a form that its author did not think of, or a wrong entry
         failure = outcome_of(judge.score_answer, get_oracle_answer(entry), entry)
         if isinstance(failure, Exception):
-            raise TaskError(
-                f"entry is not one that {name} can judge: {failure!r}; keys {', '.join(entry)}"
-            ) from failure
+            raise TaskError(f"entry cannot be graded by {name}: {failure!r}; keys {', '.join(entry)}") from failure
         return Invalid(f"the answer cannot be read: {score!r:.200}")
     if not 0 <= score <= 1:  # where the relative error to a negative number is rewarded; a right answer has 1
         return Score(0.0, answer, {"raw_score": score if math.isfinite(score) else None})

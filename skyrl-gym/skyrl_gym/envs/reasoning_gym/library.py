@@ -100,7 +100,7 @@ def check_config(name: str, config: object) -> dict[str, object]:
     settings = outcome_of(config_class, **config)
     refusal = settings if isinstance(settings, Exception) else outcome_of(getattr(settings, "validate", lambda: None))
     if isinstance(refusal, Exception):
-        raise TaskError(f"dataset_config of {name} is refused: {refusal}; got {config}") from refusal
+        raise TaskError(f"dataset_config of {name} is invalid: {refusal}; got {config}") from refusal
     return config
 
 
@@ -152,7 +152,7 @@ def _make_entry(request: EntryRequest) -> Entry:
         if not isinstance(entry, Exception):
             return entry
         failures.append(entry)
-    raise TaskError(f"{request.dataset} could not make entry {request.index} with {config}: {failures[0]!r}")
+    raise TaskError(f"{request.dataset} could not generate entry {request.index} with {config}: {failures[0]!r}")
 
 
 def _generate_in_child(requests: Sequence[EntryRequest]) -> list[Entry]:
@@ -167,7 +167,7 @@ def _generate_in_child(requests: Sequence[EntryRequest]) -> list[Entry]:
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        raise InfraError(f"reasoning-gym did not make {len(requests)} entries within {seconds:.0f} s") from None
+        raise InfraError(f"reasoning-gym did not generate {len(requests)} entries within {seconds:.0f} s") from None
     if child.returncode != 0:
         raise InfraError(f"reasoning-gym failed in its child process:\n{child.stderr[-2000:]}")
     return json.loads(child.stdout)

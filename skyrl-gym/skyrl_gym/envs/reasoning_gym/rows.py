@@ -62,7 +62,7 @@ def _make_seed(seed: int, number: int) -> int:
 
 def _check(mixture: Sequence[Source], size: int) -> None:
     if not mixture:
-        raise TaskError("sources must name at least one generator")
+        raise TaskError("sources must contain at least one generator")
     if size < 0:
         raise TaskError(f"size must be 0 or more; got {size}")
     for source in mixture:

@@ -192,7 +192,7 @@ class BaseRLMEnv(BaseTextEnv):
         if text is None:
             return self._question
         if not isinstance(text, str):
-            raise TaskError(f"extra_info.context_text must be a text; got {type(text).__name__}")
+            raise TaskError(f"extra_info.context_text must be a string; got {type(text).__name__}")
         return _parse_dict_or_text(text)
 
     def _ask_model(self, prompts: list[str]) -> list[str]:
@@ -232,8 +232,8 @@ class BaseRLMEnv(BaseTextEnv):
         """Raises Error if the driver's history is not the list that `init` returned."""
         if not self._messages or self._messages[-1] != self._turn_prompt:
             raise Error(
-                "rlm: ephemeral_turn_prompt needs a driver that adds each turn to the list that init returned; "
-                "this one keeps a history of its own, so leave the setting off"
+                "rlm: ephemeral_turn_prompt needs a driver that appends each turn to the list that init returned; "
+                "this driver keeps its own history, so disable the setting"
             )
         self._messages.pop()
 
@@ -259,7 +259,7 @@ class RLMEnv(BaseRLMEnv):
 def _make_model(config: RLMEnvConfig) -> ChatModel:
     """Raises ValueError if the settings do not name one."""
     if not config.base_url or not config.model:
-        raise ValueError(f"rlm: base_url and model go together; got {config.base_url!r} and {config.model!r}")
+        raise ValueError(f"rlm: base_url and model must be set together; got {config.base_url!r} and {config.model!r}")
     key = os.environ.get(config.api_key_env)
     retries = Retries(attempts=math.inf, longest_wait=8.0, window=config.retry_seconds)
     service = Service(config.base_url, api_key=key, timeout=config.request_timeout, retries=retries)
@@ -286,5 +286,5 @@ def _get_targets(ground_truth: Any) -> list[str]:
     try:
         return qa.as_list(target)
     except (TypeError, ValueError) as failure:
-        rule = "a text or texts, which may stand under 'target'"
+        rule = "a string or list of strings, optionally under 'target'"
         raise TaskError(f"reward_spec.ground_truth must be {rule}; got {ground_truth!r:.200}") from failure

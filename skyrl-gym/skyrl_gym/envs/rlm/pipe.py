@@ -27,7 +27,7 @@ class Pipe:
         self._received = bytearray()
 
     def send(self, frame: list[object], deadline: float) -> None:
-        """Raises TimeoutError, and OSError if the process is gone."""
+        """Raises TimeoutError, and OSError if the process has exited."""
         rest = memoryview(json.dumps(frame).encode("ascii") + b"\n")
         while rest:
             _wait_for(self._in, select.POLLOUT, deadline)
@@ -35,7 +35,7 @@ class Pipe:
                 rest = rest[os.write(self._in, rest[:CHUNK]) :]
 
     def receive(self, deadline: float) -> list[Any]:
-        """Raises TimeoutError, EOFError if the process is gone, and BadFrame."""
+        """Raises TimeoutError, EOFError if the process has exited, and BadFrame."""
         searched = 0
         while (end := self._received.find(b"\n", searched)) < 0:
             searched = len(self._received)

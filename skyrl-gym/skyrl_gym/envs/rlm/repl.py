@@ -63,7 +63,7 @@ class REPLResult:
     """Given by FINAL_VAR."""
 
 
-class _Gone(Exception):
+class _ReplExited(Exception):
     """The process ended, or had to be. The text says why, for the model."""
 
 
@@ -169,7 +169,7 @@ class PersistentREPL:
             try:
                 self._send_context(index, time.monotonic() + START_SECONDS)
             except (OSError, TimeoutError):
-                self._stop()  # the next execution starts anew, with all contexts
+                self._stop()  # the next execution starts a new process, with all contexts
 
     def execute(self, code: str) -> REPLResult:
         """Run code. Whatever it does, this returns.
@@ -184,7 +184,7 @@ class PersistentREPL:
             if self._pipe is None:
                 self._start()
             result = self._run(code, self.timeout)
-        except _Gone as gone:
+        except _ReplExited as gone:
             self._stop()
             self.locals = self._get_context_names()
             note = f"{gone}. The REPL was started anew: its variables are gone, the context and the tools are there."
@@ -233,8 +233,10 @@ class PersistentREPL:
             for index in self._contexts:
                 self._send_context(index, deadline)
             self._run("", START_SECONDS)
-        except (_Gone, OSError) as failure:
-            raise InfraError(f"a REPL does not start in its sandbox: {failure or type(failure).__name__}") from failure
+        except (_ReplExited, OSError) as failure:
+            raise InfraError(
+                f"the REPL could not be started in its sandbox: {failure or type(failure).__name__}"
+            ) from failure
 
     def _start_sandbox(self) -> Sandbox:
         if self._sandbox is not None:
@@ -266,11 +268,13 @@ class PersistentREPL:
             done, interrupted = self._serve(self._pipe)
             result = self._make_result(done)
         except BadFrame as failure:
-            raise _Gone(f"The code broke the REPL ({failure})") from failure
+            raise _ReplExited(f"The code broke the REPL ({failure})") from failure
         except TimeoutError as failure:
-            raise _Gone(f"The code did not stop within {timeout:g} seconds, nor when it was interrupted") from failure
+            raise _ReplExited(
+                f"The code did not stop within {timeout:g} seconds, nor when it was interrupted"
+            ) from failure
         except (EOFError, OSError) as failure:
-            raise _Gone(self._describe_exit()) from failure
+            raise _ReplExited(self._describe_exit()) from failure
         finally:
             self.deadline = float("inf")
         if interrupted:

@@ -51,8 +51,8 @@ class Text2SQLEnvConfig:
             raise ValueError(f"text2sql.rule must be one of {', '.join(get_args(Rule))}; got {self.rule!r}")
         if self.compare_order and self.rule == "spider":
             raise ValueError(
-                "text2sql.compare_order is for text2sql.rule=skyrl; rule=spider compares the order of rows wherever "
-                "the gold query has an ORDER BY: leave compare_order out"
+                "text2sql.compare_order is supported only by text2sql.rule=skyrl; rule=spider compares the order of "
+                "rows if the gold query has an ORDER BY: remove compare_order"
             )
 
 
@@ -157,6 +157,6 @@ def _find_database(folder: str, db_id: str) -> str:
         raise TaskError(str(failure)) from failure
     if not os.path.exists(db_file):
         raise FileNotFoundError(
-            f"there is no database at {db_file}; environment.skyrl_gym.text2sql.db_path must be the folder above"
+            f"no database at {db_file}; environment.skyrl_gym.text2sql.db_path must be the parent folder"
         )
     return db_file

@@ -168,7 +168,7 @@ def _load_game(extras: dict[str, object]) -> Game:
         return parse_game(extras["game"])
     path = Path(str(extras.get("game_file") or required(extras, "game")))
     if not path.is_file():
-        raise FileNotFoundError(f"game_file: there is no file {path}")
+        raise FileNotFoundError(f"game_file: no file {path}")
     return parse_game(path.read_text(encoding="utf-8"))
 
 

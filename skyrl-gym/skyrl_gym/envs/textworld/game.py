@@ -71,9 +71,9 @@ def parse_game(value: object) -> Game:
     except (KeyError, TypeError, IndexError, ValueError) as fault:
         raise TaskError(f"game is not of TextWorld's format: {fault!r}") from fault
     if not any(quest.is_needed for quest in quests):
-        raise TaskError("game.quests must have one with win_events that is not optional: this game cannot be won")
+        raise TaskError("game.quests must have a non-optional quest with win_events; otherwise the game cannot be won")
     if not any(fact.name == "at" and fact.arguments[0] == PLAYER for fact in facts):
-        raise TaskError("game.world must say where the player is: at(P, room)")
+        raise TaskError("game.world must contain the player's location: at(P, room)")
     return Game(
         logic=logic,
         facts=facts,

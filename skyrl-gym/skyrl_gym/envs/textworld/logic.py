@@ -136,7 +136,7 @@ def parse_logic(text: str) -> Logic:
     for header, block in _split_blocks(_parse_block(tokens)):
         words = re.split(r"[:&,\s]+", header.strip())
         if len(words) < 2 or words[0] != "type":
-            raise TaskError(f"game.KB.logic must be made of 'type NAME : PARENT {{ }}'; got {header.strip()!r}")
+            raise TaskError(f"game.KB.logic must consist of 'type NAME : PARENT {{ }}'; got {header.strip()!r}")
         _read_type(logic, words[1], [parent for parent in words[2:] if parent], block)
     for number, rule in enumerate(logic.rules):  # aliases may be defined after their use
         logic.rules[number] = _resolve_aliases(logic, rule)
@@ -203,7 +203,7 @@ def _read_rule(statement: str) -> Rule:
     name, colons, body = statement.partition("::")
     left, arrow, right = body.partition("->")
     if not (colons and arrow and _ATOM.search(left)):
-        raise TaskError(f"a rule of game.KB.logic must read 'name :: facts -> facts'; got {statement!r:.200}")
+        raise TaskError(f"a rule of game.KB.logic must have the form 'name :: facts -> facts'; got {statement!r:.200}")
     types: dict[str, str] = {}
     conditions, removed = [], []
     for stays, predicate, arguments in _ATOM.findall(left):
@@ -215,7 +215,9 @@ def _read_rule(statement: str) -> Rule:
     bound = {argument for atom in conditions for argument in atom.arguments} | set(CONSTANTS)
     unbound = {argument for atom in added for argument in atom.arguments} - bound
     if unbound:
-        raise TaskError(f"rule {name.strip()} of game.KB.logic adds facts of {', '.join(sorted(unbound))} from nowhere")
+        raise TaskError(
+            f"rule {name.strip()} of game.KB.logic adds facts with unbound variables {', '.join(sorted(unbound))}"
+        )
     return Rule(name.strip(), tuple(conditions), tuple(removed), tuple(added), types)
 
 

@@ -20,7 +20,7 @@ from skyrl_gym.graders.code.cases import (
     ProgramTests,
     parse_tests,
 )
-from skyrl_gym.graders.code.channel import Late
+from skyrl_gym.graders.code.channel import DeadlineExceeded
 from skyrl_gym.graders.code.processes import CaseResult, DoesNotCompile, DoesNotLoad, NewSandbox, SolutionProcess
 from skyrl_gym.graders.results import Grade, Invalid, Score, Timeout
 from skyrl_gym.sandbox import Limits, make_sandbox
@@ -98,7 +98,7 @@ def grade_code(
         return Invalid(f"the code does not compile: {failure}")
     except DoesNotLoad as failure:
         results.append(CaseResult(False, error=str(failure)))
-    except Late:
+    except DeadlineExceeded:
         results.append(CaseResult(False, late=True, error="it took too long to load"))
     except InfraError as failure:
         return failure

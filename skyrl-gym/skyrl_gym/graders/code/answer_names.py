@@ -83,8 +83,8 @@ def answer_names(tests: Sequence[str], setup: str, prompt: str, entry_point: str
         names |= _decide(assertions, names, kind)
     if not names:
         raise TaskError(
-            "the tests of ground_truth call no function that an answer could define; give the name of the function "
-            "asked for as entry_point"
+            "the tests of ground_truth call no function that a solution could define; set entry_point to the name of "
+            "the requested function"
         )
     return frozenset(names)
 
@@ -122,8 +122,9 @@ def _decide(assertions: list[set[str]], names: set[str], kind: int) -> set[str]:
     for choice in choices:
         if choice and not choice & decided:
             raise TaskError(
-                f"the tests of ground_truth call {' and '.join(sorted(choice))}, each of which may be Python's or the "
-                "answer's; give the name of the function asked for as entry_point, and import the others in setup"
+                f"the tests of ground_truth call {' and '.join(sorted(choice))}, each of which may be a builtin or "
+                "defined by the solution; set entry_point to the name of the requested function and import the "
+                "others in setup"
             )
     return decided
 

@@ -91,7 +91,8 @@ def parse_tests(ground_truth: Any) -> CodeTests:
     unknown = row.keys() - {"tests", "entry_point", "prompt", "setup"}
     if unknown:
         raise TaskError(
-            f"ground_truth has {', '.join(sorted(map(str, unknown)))}; it may have tests, entry_point, prompt, setup"
+            f"ground_truth has {', '.join(sorted(map(str, unknown)))}; allowed fields: tests, "
+            "entry_point, prompt, setup"
         )
     tests = row.get("tests")
     if isinstance(tests, str):

@@ -12,7 +12,7 @@ MAX_LINE_BYTES = 32 << 20
 CHUNK_BYTES = 1 << 16
 
 
-class Late(Exception):
+class DeadlineExceeded(Exception):
     """The deadline came first."""
 
 
@@ -88,7 +88,7 @@ class Channel:
         poll.register(descriptor, event)
         seconds = deadline - time.monotonic()
         if seconds <= 0 or not poll.poll(seconds * 1000):
-            raise Late
+            raise DeadlineExceeded
 
     def close(self) -> ExecResult:
         """End the process. Returns how it ended."""

@@ -1,4 +1,4 @@
-"""The answer at work in a sandbox, and its cases put to it one by one. Knows what comes out, not what it is worth."""
+"""The answer at work in a sandbox, and its cases put to it one by one. Reports results and does not score them."""
 
 import time
 from contextlib import ExitStack
@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.graders.code.cases import AssertTests, Case, CodeTests, FunctionTests, ProgramTests, split_argument_lines
-from skyrl_gym.graders.code.channel import Channel, Ended, Late
+from skyrl_gym.graders.code.channel import Channel, DeadlineExceeded, Ended
 from skyrl_gym.graders.code.compare import is_same_json, is_same_output
 from skyrl_gym.sandbox.base import Limits, Sandbox
 
@@ -62,7 +62,7 @@ class CaseResult:
     got: str | None = None
     late: bool = False
     fatal: bool = False
-    """The process is gone: the next case needs another."""
+    """The process has exited: the next case needs a new one."""
 
 
 class DoesNotCompile(Exception):
@@ -70,7 +70,7 @@ class DoesNotCompile(Exception):
 
 
 class DoesNotLoad(Exception):
-    """The answer fails before it is asked anything."""
+    """The solution fails while it is loaded."""
 
 
 @cache
@@ -144,7 +144,7 @@ class SolutionProcess:
             lacking = self._checker.ask(request, time.monotonic() + START_SECONDS).get("lacking")
         except Ended as end:
             raise InfraError(_why(end)) from end
-        except Late as late:
+        except DeadlineExceeded as late:
             raise InfraError(f"the modules of the tests were not imported within {START_SECONDS} s") from late
         if lacking:
             raise InfraError(
@@ -162,7 +162,7 @@ class SolutionProcess:
                     return self._call_function(function, cases[number], deadline)
                 case AssertTests():
                     return self._wait_for_verdict(deadline)
-        except Late:
+        except DeadlineExceeded:
             return CaseResult(False, error="it took too long", late=True, fatal=True)
         except Ended as end:
             return CaseResult(False, error=_why(end), fatal=True)
@@ -214,6 +214,6 @@ def _wait_until_ready(channel: Channel) -> None:
     """Raises InfraError: until here nothing of the answer has run, so that it is not to blame."""
     try:
         channel.message(channel.receive(time.monotonic() + START_SECONDS))
-    except (Ended, Late) as failure:
+    except (Ended, DeadlineExceeded) as failure:
         result = channel.close()
         raise InfraError(f"Python did not start in the sandbox: {failure!r}, {result}") from failure

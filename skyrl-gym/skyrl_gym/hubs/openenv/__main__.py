@@ -16,11 +16,13 @@ def main() -> None:
         prog="python -m skyrl_gym.hubs.openenv", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--env", required=True, help="id of the environment, or module:Class")
-    parser.add_argument("--data", type=Path, help="dataset rows: .parquet, .jsonl, .json; by default its examples")
+    parser.add_argument(
+        "--data", type=Path, help="dataset rows: .parquet, .jsonl, .json (default: the environment's examples)"
+    )
     parser.add_argument("--env-config", type=json.loads, default={}, help="settings of the environment, as JSON")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--max-sessions", type=int, default=64, help="episodes at a time")
+    parser.add_argument("--max-sessions", type=int, default=64, help="concurrent episodes")
     arguments = parser.parse_args()
     try:
         rows, _ = read_tasks(arguments.env, arguments.data)

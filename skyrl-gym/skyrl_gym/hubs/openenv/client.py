@@ -68,7 +68,7 @@ class Session:
             return self._connection.enter_context(connection)
         except (WebSocketException, OSError) as failure:
             raise InfraError(
-                f"no OpenEnv server answers at {address}: {type(failure).__name__}: {failure}"
+                f"no OpenEnv server responds at {address}: {type(failure).__name__}: {failure}"
             ) from failure
 
     def schema(self) -> Payload:
@@ -77,7 +77,7 @@ class Session:
         response = service.request(method="GET")
         service.close()
         if response.status != 200:
-            raise InfraError(f"{self.base_url}/schema answered {response.status}: {response.text:.200}")
+            raise InfraError(f"{self.base_url}/schema returned {response.status}: {response.text:.200}")
         return json.loads(response.body)
 
     def reset(self, arguments: Payload) -> Payload:
@@ -89,11 +89,13 @@ class Session:
             try:
                 return self._ask("reset", arguments)
             except Refused as refusal:
-                raise InfraError(f"{self.base_url} refused reset({json.dumps(arguments)}): {refusal}") from None
+                raise InfraError(f"{self.base_url} rejected reset({json.dumps(arguments)}): {refusal}") from None
             except _Full as full:
                 if time.monotonic() > self._deadline:
-                    text = f"{self.base_url} had no free place within {self.seconds:g} s: {full}"
-                    raise InfraError(f"{text}; it needs one for each episode at a time (max_concurrent_envs)") from None
+                    text = f"{self.base_url} had no free slot within {self.seconds:g} s: {full}"
+                    raise InfraError(
+                        f"{text}; it needs one slot for each concurrent episode (max_concurrent_envs)"
+                    ) from None
                 time.sleep(FULL_WAIT)
                 self.close()
                 self._socket = self._connect()
@@ -108,16 +110,16 @@ class Session:
         text = ""
         try:
             with waiting(f"the answer to {kind}", on=self.base_url, deadline=self.seconds):
-                # A full server answers and closes before it is asked, and its answer can still be read.
+                # A full server responds and closes before a request is sent; its response can still be read.
                 with suppress(WebSocketException, OSError):
                     self._socket.send(json.dumps({"type": kind, "data": data}))
                 text = self._socket.recv(timeout=self.seconds)
             answer = json.loads(text)
             content = answer["data"]
         except TimeoutError:
-            raise InfraError(f"{self.base_url} did not answer {kind} within {self.seconds:g} s") from None
+            raise InfraError(f"{self.base_url} did not respond to {kind} within {self.seconds:g} s") from None
         except (WebSocketException, OSError) as failure:
-            raise InfraError(f"{self.base_url} broke off at {kind}: {failure}") from failure
+            raise InfraError(f"{self.base_url} closed the connection during {kind}: {failure}") from failure
         except (ValueError, KeyError, TypeError) as failure:
             raise InfraError(f"{self.base_url} answered {kind} with {text!r:.200}: {failure!r}") from failure
         if answer.get("type") != "error":

@@ -50,8 +50,8 @@ class OpenEnvConfig:
     def __post_init__(self) -> None:
         if self.api_key and not self.base_url:
             raise ValueError(
-                "api_key needs base_url beside it, the server that it is for: it is sent nowhere that only a dataset "
-                "row names"
+                "api_key needs base_url, the server that it belongs to: it is never sent to a server that only a "
+                "dataset row names"
             )
 
 
@@ -61,7 +61,7 @@ class OpenEnv(BaseTextEnv):
 
     The dataset row may give `base_url`, `reset` (arguments of the server's reset: a mapping or its JSON text), `seed`
     and `max_turns`. An action that the server refuses is answered with its reason; it costs a turn. A server that is
-    away, full or broken is an InfraError.
+    unavailable, full or broken is an InfraError.
     """
 
     config_class = OpenEnvConfig
@@ -76,8 +76,8 @@ class OpenEnv(BaseTextEnv):
         own = self.config.base_url
         if self.config.api_key and origin_of(self.base_url) != origin_of(own):
             raise TaskError(
-                f"api_key is sent to {own} alone, and the row has the base_url {self.base_url!r}; "
-                "correct the row, or leave api_key out"
+                f"api_key is sent only to {own}, but the row has the base_url {self.base_url!r}; "
+                "correct the row, or remove api_key"
             )
         given = mapping_of("reset", extras.get("reset"))
         self.reset = {name: value for name, value in given.items() if value is not None}
@@ -123,7 +123,7 @@ class OpenEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Raises InfraError."""
         self.turns += 1
-        assert self.session is not None, "init comes before step"
+        assert self.session is not None, "call init before step"
         last = self.turns >= self.max_turns
         try:
             answer = self.session.step(self._action(action))
@@ -187,7 +187,7 @@ def _format_observation(answer: Payload) -> str:
     """Return an observation's fields as text: JSON, or the text itself where it is the only field."""
     observation = answer.get("observation")
     if not isinstance(observation, Mapping):
-        raise InfraError(f"an OpenEnv server answered without an observation: {answer!r:.200}")
+        raise InfraError(f"an OpenEnv server returned no observation: {answer!r:.200}")
     fields = {name: value for name, value in observation.items() if name != "metadata" and value is not None}
     only = next(iter(fields.values())) if len(fields) == 1 else None
     return f"Observation:\n{only if isinstance(only, str) else json.dumps(fields, ensure_ascii=False)}"

@@ -1,4 +1,4 @@
-"""An environment of ours as an OpenEnv server: each session plays dataset rows, an action is the text of one turn."""
+"""A text environment as an OpenEnv server: each session plays dataset rows, an action is the text of one turn."""
 
 import random
 from collections.abc import Sequence

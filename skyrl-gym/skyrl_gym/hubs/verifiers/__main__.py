@@ -16,7 +16,7 @@ def main() -> None:
         prog="python -m skyrl_gym.hubs.verifiers", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("environment", help="id of a taskset, or verifiers' settings of an environment as JSON")
-    parser.add_argument("--size", type=int, help="number of rows; all tasks by default")
+    parser.add_argument("--size", type=int, help="number of rows (default: all tasks)")
     parser.add_argument("--start", type=int, default=0, help="position of the first task")
     parser.add_argument("--output", type=Path, required=True, help="file to write: .jsonl")
     arguments = parser.parse_args()

@@ -66,7 +66,7 @@ class VerifiersEnv(BaseTextEnv):
         self.config = typed_config(VerifiersConfig, env_config)
         if self.config.tool_format not in TOOL_FORMATS:
             hint = did_you_mean(self.config.tool_format, sorted(TOOL_FORMATS))
-            raise TaskError(f"tool_format must be a form of tool calls; got {self.config.tool_format!r}; {hint}")
+            raise TaskError(f"tool_format must be a tool call format; got {self.config.tool_format!r}; {hint}")
         self.format = TOOL_FORMATS[self.config.tool_format]
         self.environment = environment_of(required(extras, "environment"))
         required(extras, "index")
@@ -99,7 +99,8 @@ class VerifiersEnv(BaseTextEnv):
             return messages
         if self.config.tool_format != "hermes":
             raise TaskError(
-                f"explain_tools must be false with tool_format {self.config.tool_format!r}: it shows hermes"
+                f"explain_tools must be false with tool_format {self.config.tool_format!r}: it explains "
+                "the hermes format"
             )
         text = TOOLS.format(schemas="\n".join(json.dumps(tool["function"]) for tool in tools))
         if messages and messages[0]["role"] == "system":
@@ -109,7 +110,7 @@ class VerifiersEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Raises Error: the environment failed, or does not continue the conversation. InfraError: its servers did."""
         self.turns += 1
-        assert self._host is not None and self._conversation is not None, "init comes before step"
+        assert self._host is not None and self._conversation is not None, "call init before step"
         self._host.answer(self._conversation, self._message(action))
         event = self._next_event()
         if isinstance(event, dict):
@@ -145,11 +146,13 @@ class VerifiersEnv(BaseTextEnv):
         before, messages = self._request["messages"], request["messages"]
         news: list[MessageType] = messages[len(before) + 1 :]
         if request["trace"] != self._request["trace"]:
-            raise Error(f"two agents of {self._name} ask the policy; give the one that is none a client of its own")
+            raise Error(
+                f"two agents of {self._name} use the policy; configure another client for the one that must not"
+            )
         if messages[: len(before)] != before or messages[len(before)]["role"] != "assistant" or not news:
             raise Error(
-                f"{self._name} rewrote the conversation (a harness that compacts it, say), which one trajectory cannot "
-                f"hold; use a harness that only appends, or train through generator.harness"
+                f"{self._name} rewrote the conversation (for example by compaction), which one trajectory cannot "
+                "represent; use a harness that only appends, or train through generator.harness"
             )
         self._request = dict(request)
         return [dict(message) for message in news]

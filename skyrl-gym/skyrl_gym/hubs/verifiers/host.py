@@ -20,7 +20,7 @@ from skyrl_gym.waits import waiting
 
 HARNESS = "skyrl_gym_verifiers"
 START_SECONDS = 300.0
-"""Maximum time in which an environment comes up, its shared tool servers included."""
+"""Maximum startup time of an environment, including its shared tool servers."""
 CLOSE_SECONDS = 10.0
 MODEL = "policy"
 
@@ -34,8 +34,8 @@ def library() -> Any:
         import verifiers.v1  # pyright: ignore[reportMissingImports]
     except ImportError as missing:
         raise Error(
-            f"verifiers 0.4 is needed ({missing}): pip install verifiers==0.4.0; releases before it had another "
-            f"interface, which is not supported"
+            f"verifiers 0.4 is needed ({missing}): pip install verifiers==0.4.0; earlier releases have another "
+            "interface, which is not supported"
         ) from missing
     return verifiers.v1
 
@@ -51,7 +51,9 @@ def environment_of(value: object) -> Body:
     except json.JSONDecodeError as mistake:
         raise TaskError(f"environment must be a mapping, its JSON text, or a taskset's id: {mistake}") from None
     if not isinstance(given, Mapping) or not isinstance(given.get("taskset"), Mapping):
-        raise TaskError(f'environment must name a taskset, as in {{"taskset": {{"id": "gsm8k"}}}}; got {value!r:.200}')
+        raise TaskError(
+            f'environment must contain a taskset, as in {{"taskset": {{"id": "gsm8k"}}}}; got {value!r:.200}'
+        )
     return dict(given)
 
 
@@ -77,7 +79,7 @@ def load(environment: Body) -> Any:
                 agent.runtime = vf.SubprocessConfig()
         return loaders.load_environment(config)
     except (ImportError, AttributeError, TypeError, ValueError) as refusal:
-        raise Error(f"verifiers environment {json.dumps(environment)} cannot be made: {refusal}") from refusal
+        raise Error(f"verifiers environment {json.dumps(environment)} cannot be created: {refusal}") from refusal
 
 
 class Conversation:
@@ -92,7 +94,9 @@ class Conversation:
     async def ask(self, body: Body) -> Body:
         """Hand a request over and wait for the assistant message."""
         if self._reply is not None:
-            raise Error("two agents of the environment ask the policy at the same time; give one a client of its own")
+            raise Error(
+                "two agents of the environment use the policy concurrently; configure another client for one of them"
+            )
         self._reply = asyncio.get_running_loop().create_future()
         try:
             self.events.put(body)
@@ -154,7 +158,7 @@ class Host:
             with waiting("the next turn", on="the verifiers environment", deadline=seconds):
                 event = conversation.events.get(timeout=seconds)
         except queue.Empty:
-            raise InfraError(f"the verifiers environment gave no turn within step_seconds = {seconds:g}") from None
+            raise InfraError(f"the verifiers environment returned no turn within step_seconds = {seconds:g}") from None
         if isinstance(event, Exception):
             raise event
         return event
@@ -236,7 +240,7 @@ class Host:
 def _set_failure(started: "Future[None]", serving: "Future[None]") -> None:
     if not started.done():
         failure = None if serving.cancelled() else serving.exception()
-        started.set_exception(failure or InfraError("it ended before it was ready"))
+        started.set_exception(failure or InfraError("it exited before it was ready"))
 
 
 def _wait_for_future(future: "Future[None]", seconds: float) -> bool:

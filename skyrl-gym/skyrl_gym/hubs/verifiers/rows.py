@@ -25,7 +25,7 @@ def verifiers_rows(environment: object, size: int | None = None, start: int = 0)
     settings = environment_of(environment)
     taskset = load(settings).taskset
     if size is None and not taskset.bounded:
-        raise TaskError(f"size is needed: {type(taskset).__name__} never ends")
+        raise TaskError(f"size is required: {type(taskset).__name__} is infinite")
     stop = None if size is None else start + size
     for index, task in enumerate(itertools.islice(taskset, start, stop), start):
         yield {

@@ -40,7 +40,7 @@ def _build_parser() -> argparse.ArgumentParser:
     settings, bm25, dense = RetrievalSettings(), BM25Settings(), DenseSettings()
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_gym.tools.retrieval",
-        description="Serves POST /retrieve for the search environment. The index is made once, at the first start.",
+        description="Serve POST /retrieve for the search environment. The index is built once, at the first start.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -55,33 +55,31 @@ def _build_parser() -> argparse.ArgumentParser:
     add(
         "--index_path",
         type=Path,
-        help="folder of the index, or a faiss file made elsewhere (default: beside the corpus)",
+        help="folder of the index, or an existing faiss file (default: next to the corpus)",
     )
-    add("--rebuild", action="store_true", help="make the index anew if it is there")
-    add("--build_only", action="store_true", help="make the index, print its folder, and stop")
-    add("--topk", type=int, default=settings.topk, help="documents for each query that does not ask for a number")
-    add("--max_topk", type=int, default=settings.max_topk, help="documents that a query may ask for")
+    add("--rebuild", action="store_true", help="rebuild the index if it exists")
+    add("--build_only", action="store_true", help="build the index, print its folder, and exit")
+    add("--topk", type=int, default=settings.topk, help="default number of documents per query")
+    add("--max_topk", type=int, default=settings.max_topk, help="maximum number of documents per query")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8000, help="port to listen on; 0 for a free one")
-    add("--workers", type=int, default=1, help="processes that answer; they share the index")
+    add("--workers", type=int, default=1, help="server processes, which share the index")
     add("--log_requests", action="store_true", help="log each request")
     words = parser.add_argument_group("bm25")
-    words.add_argument("--k1", type=float, default=bm25.k1, help="how slowly a repeated word saturates")
-    words.add_argument("--b", type=float, default=bm25.b, help="how much the length of a document counts")
-    words.add_argument("--language", default=bm25.language, help="of stemming and stop words; none for neither")
+    words.add_argument("--k1", type=float, default=bm25.k1, help="BM25 k1: saturation of repeated words")
+    words.add_argument("--b", type=float, default=bm25.b, help="BM25 b: weight of the document length")
     words.add_argument(
-        "--title_weight", type=int, default=bm25.title_weight, help="how often the words of a title count"
+        "--language", default=bm25.language, help="language of stemming and stop words; none disables both"
     )
+    words.add_argument("--title_weight", type=int, default=bm25.title_weight, help="weight of title words")
     vectors = parser.add_argument_group("dense")
     vectors.add_argument("--retriever_model", default=dense.model, help="sentence-transformers model: name or folder")
-    vectors.add_argument("--retriever_name", help="bm25, or any other name for dense, if --index is not given")
+    vectors.add_argument("--retriever_name", help="bm25, or any other name for dense, if --index is not set")
     vectors.add_argument("--query_prefix", help='default: "query: " for e5, else as the model says')
     vectors.add_argument("--passage_prefix", help='default: "passage: " for e5, else as the model says')
     vectors.add_argument("--faiss_factory", default=dense.factory, help="kind of faiss index")
-    vectors.add_argument(
-        "--batch_size", type=int, default=dense.batch_size, help="texts that the model reads at a time"
-    )
-    vectors.add_argument("--device", help="where the model runs (default: a GPU if there is one)")
+    vectors.add_argument("--batch_size", type=int, default=dense.batch_size, help="batch size of the model")
+    vectors.add_argument("--device", help="device of the model (default: a GPU if available)")
     return parser
 
 

@@ -98,16 +98,18 @@ class BodyLimit:
 
     @property
     def _rule(self) -> str:
-        return f"Content Too Large: a request may have {self.max_bytes} bytes"
+        return f"Content Too Large: a request may have at most {self.max_bytes} bytes"
 
 
 def _check_request(request: RetrieveRequest, settings: RetrievalSettings) -> tuple[list[str], int]:
     """Check the limits. Returns queries and number of documents. Raises HTTPException, with a text for the model."""
     if (request.query is None) == (request.queries is None):
-        raise HTTPException(422, "give either query, a text, or queries, a list of texts")
+        raise HTTPException(422, "pass either query, a string, or queries, a list of strings")
     queries = [request.query] if request.query is not None else request.queries or []
     if not 1 <= len(queries) <= settings.max_queries:
-        raise HTTPException(422, f"queries must hold 1 to {settings.max_queries} texts; it holds {len(queries)}")
+        raise HTTPException(
+            422, f"queries must contain 1 to {settings.max_queries} strings; it contains {len(queries)}"
+        )
     longest = max(map(len, queries))
     if longest > settings.max_query_characters:
         raise HTTPException(422, f"a query has {longest} characters; {settings.max_query_characters} are allowed")

@@ -69,7 +69,7 @@ class Batcher(Generic[T]):
         while self._waiting and (not batch or num_queries + len(self._waiting[0].queries) <= self._batch_size):
             request = self._waiting.popleft()
             self._num_waiting -= len(request.queries)
-            if not request.answer.done():  # else whoever asked has gone
+            if not request.answer.done():  # otherwise the caller has disconnected
                 batch.append(request)
                 num_queries += len(request.queries)
         return batch

@@ -54,7 +54,7 @@ def _make_document(row: object, number: int, where: str) -> Document:
     if isinstance(row, str):
         row = {"text": row}
     if not isinstance(row, Mapping):
-        raise CorpusError(f"{where}: a document is an object with `text` or `contents`; got {row!r:.100}")
+        raise CorpusError(f"{where}: a document must be an object with `text` or `contents`; got {row!r:.100}")
     title, text, contents = (row.get(name) for name in ("title", "text", "contents"))
     for name, value in (("title", title), ("text", text), ("contents", contents)):
         if value is not None and not isinstance(value, str):

@@ -27,8 +27,8 @@ class Encoder:
         self._model = SentenceTransformer(settings.model, device=settings.device)
         self._batch_size = settings.batch_size
         named_e5 = "e5" in Path(settings.model).name.lower()
-        self._query_prefix = _first_given(settings.query_prefix, "query: " if named_e5 else None)
-        self._passage_prefix = _first_given(settings.passage_prefix, "passage: " if named_e5 else None)
+        self._query_prefix = _get_or_default(settings.query_prefix, "query: " if named_e5 else None)
+        self._passage_prefix = _get_or_default(settings.passage_prefix, "passage: " if named_e5 else None)
 
     def queries(self, texts: Sequence[str]) -> "np.ndarray":
         """[N, D], float32"""
@@ -113,5 +113,5 @@ def _concatenate(*parts: "np.ndarray") -> "np.ndarray":
     return np.concatenate(parts)
 
 
-def _first_given(given: str | None, default: str | None) -> str | None:
+def _get_or_default(given: str | None, default: str | None) -> str | None:
     return default if given is None else given

@@ -42,7 +42,7 @@ class DocumentFile(Sequence[Document]):
             for document in documents:
                 offsets.append(offsets[-1] + file.write(json.dumps(document, default=str).encode() + b"\n"))
         if len(offsets) == 1:
-            raise ValueError("there are no documents")
+            raise ValueError("the corpus has no documents")
         np.save(folder / _OFFSETS, np.asarray(offsets, dtype=np.int64))
         return DocumentFile(folder)
 

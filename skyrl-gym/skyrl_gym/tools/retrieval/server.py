@@ -151,7 +151,7 @@ def serve(
             timeout_graceful_shutdown=5,
         )
         address = _format_address(host, listener.getsockname()[1])
-        print(f"serving {folder} ({settings.index}) at {address}/retrieve as soon as it is read", flush=True)
+        print(f"serving {folder} ({settings.index}) at {address}/retrieve as soon as it is loaded", flush=True)
         # The socket is bound here: workers accept from the same one, and the kernel divides the connections.
         if workers > 1:
             Multiprocess(config, sockets=[listener]).run()

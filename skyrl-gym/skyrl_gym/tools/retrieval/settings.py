@@ -54,7 +54,7 @@ class RetrievalSettings:
     index: IndexKind = "bm25"
     index_path: Path | None = None
     """Folder of the index, which is built if there is none; or a faiss index file built elsewhere from the same corpus.
-    None: beside the corpus."""
+    None: next to the corpus."""
     rebuild: bool = False
     """Rebuild an existing index."""
     bm25: BM25Settings = BM25Settings()
@@ -72,7 +72,7 @@ class RetrievalSettings:
         if self.index_path is not None:
             return self.index_path
         if self.corpus is None:
-            raise ValueError("a corpus is needed, or the path of an index that was made from one")
+            raise ValueError("a corpus or the path of an existing index is required")
         return self.corpus.with_name(f"{self.corpus.name}.{self.index}-index")
 
     def to_json(self) -> str:

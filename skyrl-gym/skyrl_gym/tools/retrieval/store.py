@@ -64,20 +64,20 @@ def build_index(settings: RetrievalSettings) -> Path:
         FileNotFoundError: the corpus does not exist.
     """
     folder = settings.folder()
-    if _is_ready_made(settings):
+    if _is_external_index(settings):
         made_of = {"kind": "documents"}
         folder = folder.with_name(f"{folder.name}.documents")
     else:
         made_of = {"kind": settings.index, **_read_index_settings(settings)}
     if settings.corpus is None and not (folder / MANIFEST).is_file():
-        raise IndexMismatchError(f"{folder} holds no index, and there is no corpus to make it from")
+        raise IndexMismatchError(f"{folder} has no index, and no corpus is given to build it from")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _lock_folder(folder):
         found = _read_manifest(folder)
         if found is not None and not settings.rebuild:
             _check(folder, found, made_of, settings.corpus)
         elif settings.corpus is None:
-            raise IndexMismatchError(f"{folder} cannot be made anew without a corpus")
+            raise IndexMismatchError(f"{folder} cannot be rebuilt without a corpus")
         else:
             # Other processes that have the old index open keep reading it: its files live until they are closed.
             with replacing(folder) as place:
@@ -99,12 +99,13 @@ def open_retriever(settings: RetrievalSettings) -> Retriever:
     index = DenseIndex.load(settings.folder(), settings.dense)
     if len(index) != len(documents):
         raise IndexMismatchError(
-            f"{settings.folder()} has {len(index)} vectors, the corpus {len(documents)} documents: it is of another one"
+            f"{settings.folder()} has {len(index)} vectors, the corpus {len(documents)} documents: it was "
+            "built from another corpus"
         )
     return Retriever("dense", index, documents)
 
 
-def _is_ready_made(settings: RetrievalSettings) -> bool:
+def _is_external_index(settings: RetrievalSettings) -> bool:
     """Return whether the path is a faiss index that was made elsewhere. Then only the documents are stored here."""
     return settings.index == "dense" and settings.folder().is_file()
 
@@ -158,24 +159,24 @@ class _Stamp:
 
 
 def _check(folder: Path, found: dict[str, Any], made_of: Mapping[str, object], corpus: Path | None) -> None:
-    advice = "name another index_path, or ask for it to be made anew (--rebuild)"
+    advice = "use another index_path, or rebuild it (--rebuild)"
     if found.get("format") != _FORMAT:
-        raise IndexMismatchError(f"{folder} is of format {found.get('format')}, this is {_FORMAT}: {advice}")
+        raise IndexMismatchError(f"{folder} has format {found.get('format')}, expected {_FORMAT}: {advice}")
     differing = [
         f"{name} {found['made_of'].get(name)!r}, not {value!r}"
         for name, value in made_of.items()
         if found["made_of"].get(name) != value
     ]
     if differing:
-        raise IndexMismatchError(f"the index at {folder} was made with {'; '.join(differing)}: {advice}")
+        raise IndexMismatchError(f"the index at {folder} was built with {'; '.join(differing)}: {advice}")
     if corpus is None:
         return
     known = found["corpus"]
     stamp = _Stamp(bytes=known["bytes"], modified_ns=known["modified_ns"])
     if _Stamp.of(corpus) != stamp and digest_of(corpus) != known["sha256"]:
         raise IndexMismatchError(
-            f"the index at {folder} was made from another corpus ({known['path']}, {known['bytes']} bytes) than "
-            f"{corpus} is now: {advice}"
+            f"the index at {folder} was built from another corpus ({known['path']}, {known['bytes']} bytes) than the "
+            f"current {corpus}: {advice}"
         )
 
 
@@ -192,15 +193,15 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
             return manifest
         raise IndexMismatchError(f"{file} is not the manifest of an index")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise IndexMismatchError(f"{folder} is no index and not empty: name another index_path")
+        raise IndexMismatchError(f"{folder} is not an index and not empty: use another index_path")
     return None
 
 
 @contextlib.contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    """One process at a time. The lock goes with the process that holds it, however that ends."""
+    """One process at a time. The kernel releases the lock when its process exits."""
     try:
-        # A file beside the folder, which is itself renamed.
+        # A file next to the folder, because the folder itself is renamed.
         file = folder.with_name(f".{folder.name}.lock").open("w")
     except PermissionError:
         if not (folder / MANIFEST).is_file():

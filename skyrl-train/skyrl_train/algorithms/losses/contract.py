@@ -60,5 +60,5 @@ def get_required_rollout_logprobs(rollout_logprobs: torch.Tensor | None, loss: s
     """Return the engine's log-probs. Raises ValueError if they are None; settings rules reject such runs before they
     start."""
     if rollout_logprobs is None:
-        raise ValueError(f"the policy loss '{loss}' compares with the log-probs of the rollout engine; there are none")
+        raise ValueError(f"the policy loss '{loss}' needs log-probs of the rollout engine; the batch has none")
     return rollout_logprobs

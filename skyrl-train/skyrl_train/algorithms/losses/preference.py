@@ -55,7 +55,7 @@ def dpo_loss(
         ValueError: an odd number of rows.
     """
     if len(log_probs) % 2:
-        raise ValueError(f"dpo takes pairs of rows, chosen and rejected; got {len(log_probs)} rows")
+        raise ValueError(f"dpo needs pairs of rows (chosen, rejected); got {len(log_probs)} rows")
     mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
     log_probs, old_log_probs = apply_mask(mask, log_probs, old_log_probs)
     # Rows 2k and 2k + 1 become columns. Masked positions are 0 in both terms and add nothing to the sums.

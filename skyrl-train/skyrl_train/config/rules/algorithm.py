@@ -74,12 +74,12 @@ def replace_deprecated_settings(config: SkyRLConfig) -> None:
     check_rule(cap > 0, f"{_NAME}.use_tis=true needs {_NAME}.tis_imp_ratio_cap, the cap of a ratio, above 0; got {cap}")
     check_rule(
         correction.tis_ratio_type in (None, "token"),
-        f"{_NAME}.use_tis=true means {_CORRECTION}.tis_ratio_type=token, which is {correction.tis_ratio_type}; leave "
-        "use_tis out",
+        f"{_NAME}.use_tis=true means {_CORRECTION}.tis_ratio_type=token, but it is {correction.tis_ratio_type}; "
+        "remove use_tis",
     )
     warnings.warn(
-        f"{_NAME}.use_tis is the old form of {_CORRECTION}.tis_ratio_type=token and "
-        f"{_CORRECTION}.token_tis_ratio_clip_high={cap}; these are used",
+        f"{_NAME}.use_tis is deprecated: using {_CORRECTION}.tis_ratio_type=token and "
+        f"{_CORRECTION}.token_tis_ratio_clip_high={cap}",
         FutureWarning,
         stacklevel=4,
     )
@@ -98,7 +98,8 @@ def _check_numbers(config: SkyRLConfig) -> None:
         check_bounds(section, f"{_NAME}.{name}")
     check_rule(
         algorithm.eps_clip_low < 1,
-        f"{_NAME}.eps_clip_low={algorithm.eps_clip_low} must be below 1: the ratio is clipped at 1 - this",
+        f"{_NAME}.eps_clip_low={algorithm.eps_clip_low} must be below 1: the lower bound of the ratio is "
+        "1 - eps_clip_low",
     )
     for setting, bound in PolicyLossRegistry.get_requirements(algorithm.policy_loss_type).above:
         value = getattr(algorithm, setting)
@@ -113,13 +114,13 @@ def _check_kl(config: SkyRLConfig) -> None:
     algorithm = config.trainer.algorithm
     check_rule(
         not (algorithm.use_kl_in_reward and algorithm.use_kl_loss),
-        f"{_NAME}.use_kl_in_reward and {_NAME}.use_kl_loss are both true, and would count the KL divergence twice; set "
+        f"{_NAME}.use_kl_in_reward and {_NAME}.use_kl_loss are both true and would count the KL divergence twice; set "
         "one of them to false",
     )
     check_rule(
         algorithm.kl_ctrl.type == "fixed" or algorithm.use_kl_in_reward,
-        f"{_NAME}.kl_ctrl.type=adaptive steers the KL divergence in the reward; it needs "
-        f"{_NAME}.use_kl_in_reward=true (and use_kl_loss=false)",
+        f"{_NAME}.kl_ctrl.type=adaptive controls the KL penalty in the reward; it needs {_NAME}.use_kl_in_reward=true "
+        "(and use_kl_loss=false)",
     )
 
 
@@ -132,8 +133,8 @@ def _check_registered(config: SkyRLConfig) -> None:
         available = registry.list_available()
         check_rule(
             name in available,
-            f"{_NAME}.{setting} must be one of {', '.join(available)}; got {name!r} (one of your own is "
-            f"registered with skyrl_train.utils.ppo_utils.register_{register} before the settings are checked)",
+            f"{_NAME}.{setting} must be one of {', '.join(available)}; got {name!r} (register a custom one with "
+            f"skyrl_train.utils.ppo_utils.register_{register} before the settings are validated)",
         )
 
 
@@ -144,39 +145,38 @@ def _check_estimator(config: SkyRLConfig) -> None:
     chosen = f"{_NAME}.advantage_estimator={estimator}"
     check_rule(
         not requires.critic or critic is not None,
-        f"{chosen} needs a critic; give trainer.critic.model.path (often the policy's model)",
+        f"{chosen} needs a critic; set trainer.critic.model.path (often the policy's model)",
     )
     check_rule(
         critic is None or requires.critic is not False,
-        f"trainer.critic.model.path={critic} would train a critic that {chosen} does not read; leave it out, or use "
+        f"trainer.critic.model.path={critic} would train a critic that {chosen} does not use; remove it, or use "
         f"{' or '.join(_list_estimators_with_critic())}",
     )
     check_rule(
         not requires.groups or generator.n_samples_per_prompt > 1,
-        f"{chosen} compares the answers to one prompt, and "
-        f"generator.n_samples_per_prompt={generator.n_samples_per_prompt} leaves nothing to compare; sample at least "
-        "2, or use reinforce++ or gae",
+        f"{chosen} compares responses to one prompt, but "
+        f"generator.n_samples_per_prompt={generator.n_samples_per_prompt} samples only one; set it to at least 2, or "
+        "use reinforce++ or gae",
     )
     check_rule(
         not requires.whole_trajectories or not generator.has_rows_of_steps,
-        f"{chosen} goes through a trajectory token by token, and {_get_step_setting(generator)} divides trajectories "
-        "into rows; "
-        "use another estimator, or whole trajectories",
+        f"{chosen} needs all tokens of a trajectory in one row, but {_get_step_setting(generator)} splits "
+        "trajectories into rows; use another estimator, or turn the splitting off",
     )
     check_rule(
         not requires.single_turns or not generator.merge_stepwise_output,
-        f"{chosen} compares turn with turn, and generator.merge_stepwise_output=true joins several in a row; set the "
+        f"{chosen} compares turns, but generator.merge_stepwise_output=true merges several turns into a row; set the "
         "latter to false",
     )
     check_rule(
         not requires.nonnegative_scores or not algorithm.use_kl_in_reward,
-        f"{chosen} divides by the mean reward of a prompt, which {_NAME}.use_kl_in_reward=true can make negative; use "
-        "use_kl_loss instead",
+        f"{chosen} divides by the mean reward of a prompt, which {_NAME}.use_kl_in_reward=true can make negative; set "
+        f"{_NAME}.use_kl_loss=true instead",
     )
     check_rule(
         not requires.nonnegative_scores or algorithm.overlong_buffer.len is None,
         f"{chosen} divides by the mean reward of a prompt, which the penalty of "
-        f"{_NAME}.overlong_buffer.len={algorithm.overlong_buffer.len} can make negative; leave the penalty out",
+        f"{_NAME}.overlong_buffer.len={algorithm.overlong_buffer.len} can make negative; remove the penalty",
     )
 
 
@@ -195,13 +195,13 @@ def _check_loss(config: SkyRLConfig) -> None:
     )
     check_rule(
         requires.advantages,
-        f"{chosen} does not read advantages, so rewards would teach nothing; use importance_sampling for the plain "
+        f"{chosen} does not use advantages, so rewards would have no effect; use importance_sampling for the plain "
         "policy gradient, or python -m skyrl_train.entrypoints.main_sft for demonstrations",
     )
     check_rule(
         not algorithm.loss_reads_rollout_log_probs or config.generator.sampling_params.logprobs is not None,
-        f"{chosen} compares with the engine's log-probs, and generator.sampling_params.logprobs=null keeps none; set "
-        "it to 0",
+        f"{chosen} needs the engine's log-probs, but generator.sampling_params.logprobs=null does not record them; "
+        "set it to 0",
     )
     reductions = requires.loss_reductions
     check_rule(
@@ -216,21 +216,21 @@ def _check_off_policy_correction(config: SkyRLConfig) -> None:
     correction, loss = algorithm.off_policy_correction, algorithm.policy_loss_type
     check_rule(
         not correction.is_on or config.generator.sampling_params.logprobs is not None,
-        f"{_CORRECTION} compares with the engine's log-probs, and generator.sampling_params.logprobs=null keeps none; "
-        "set it to 0",
+        f"{_CORRECTION} needs the engine's log-probs, but generator.sampling_params.logprobs=null does not record "
+        "them; set it to 0",
     )
     if correction.tis_ratio_type is None:
         return
     check_rule(
         not algorithm.loss_reads_rollout_log_probs,
         f"{_CORRECTION}.tis_ratio_type={correction.tis_ratio_type} and {_NAME}.policy_loss_type={loss} would both "
-        "correct for the policy that wrote the tokens; set tis_ratio_type=null",
+        "correct for the behavior policy; set tis_ratio_type=null",
     )
     check_rule(
         loss not in TokenSelectorRegistry,
         f"{_CORRECTION}.tis_ratio_type={correction.tis_ratio_type} is not defined with "
-        f"{_NAME}.policy_loss_type={loss}, which chooses tokens by unweighted covariances; "
-        "set tis_ratio_type=null (masks may stay)",
+        f"{_NAME}.policy_loss_type={loss}, which selects tokens by unweighted covariances; set tis_ratio_type=null "
+        "(masks can be kept)",
     )
 
 
@@ -240,7 +240,7 @@ def _check_sampling(config: SkyRLConfig) -> None:
     check_rule(
         buffer is None or buffer <= limit,
         f"{_NAME}.overlong_buffer.len={buffer} must be at most generator.sampling_params.max_generate_length={limit}: "
-        "it is the last part of it",
+        "the penalty applies to the last tokens of the response",
     )
     kind = algorithm.dynamic_sampling.type
     for setting, is_on in (
@@ -249,13 +249,14 @@ def _check_sampling(config: SkyRLConfig) -> None:
     ):
         check_rule(
             not is_on or generator.n_samples_per_prompt > 1,
-            f"{_NAME}.{setting} looks for prompts whose answers differ in reward, and generator.n_samples_per_prompt="
-            f"{generator.n_samples_per_prompt} gives one answer each; sample at least 2, or leave it out",
+            f"{_NAME}.{setting} selects prompts whose responses differ in reward, but "
+            f"generator.n_samples_per_prompt={generator.n_samples_per_prompt} samples one response per prompt; set it "
+            "to at least 2, or turn this off",
         )
     check_rule(
         kind is None or not generator.has_rows_of_steps,
-        f"{_NAME}.dynamic_sampling.type={kind} selects whole trajectories, and {_get_step_setting(generator)} "
-        f"makes samples of their parts; use {_NAME}.zero_variance_filter instead",
+        f"{_NAME}.dynamic_sampling.type={kind} selects full trajectories, but {_get_step_setting(generator)} trains "
+        f"on parts of them as separate samples; use {_NAME}.zero_variance_filter instead",
     )
 
 

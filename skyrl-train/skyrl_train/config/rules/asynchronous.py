@@ -18,11 +18,11 @@ def replace_deprecated_async_settings(config: SkyRLConfig) -> None:
         return
     check_rule(
         settings.kv_after_sync in ("keep", "clear"),
-        f"{_NAME}.clear_kv_cache_on_weight_sync=true means {_NAME}.kv_after_sync=clear, which is "
-        f"{settings.kv_after_sync}; leave clear_kv_cache_on_weight_sync out",
+        f"{_NAME}.clear_kv_cache_on_weight_sync=true means {_NAME}.kv_after_sync=clear, but it is "
+        f"{settings.kv_after_sync}; remove clear_kv_cache_on_weight_sync",
     )
     warnings.warn(
-        f"{_NAME}.clear_kv_cache_on_weight_sync is the old form of {_NAME}.kv_after_sync=clear, which is used",
+        f"{_NAME}.clear_kv_cache_on_weight_sync is deprecated: using {_NAME}.kv_after_sync=clear",
         FutureWarning,
         stacklevel=4,
     )
@@ -46,7 +46,7 @@ def _check_unused(settings: FullyAsyncConfig) -> None:
         value = getattr(settings, name)
         check_rule(
             value == getattr(defaults, name),
-            f"{_NAME}.{name}={value} is read only with {_NAME}.enabled=true; set that, or leave it out",
+            f"{_NAME}.{name}={value} has an effect only with {_NAME}.enabled=true; set that, or remove it",
         )
 
 
@@ -57,15 +57,15 @@ def _check_numbers(config: SkyRLConfig) -> None:
     workers = settings.num_parallel_generation_workers
     check_rule(
         workers is None or batch <= workers <= most,
-        f"{_NAME}.num_parallel_generation_workers={workers} must be from trainer.train_batch_size={batch} (fewer make "
-        f"no step) to train_batch_size * (max_staleness_steps + 1) = {most} (more would be too old); null takes "
-        f"{settings.get_max_running(batch) if workers is None else min(768, most)}",
+        f"{_NAME}.num_parallel_generation_workers={workers} must be from trainer.train_batch_size={batch} (fewer "
+        f"cannot fill a step) to train_batch_size * (max_staleness_steps + 1) = {most} (more would be too stale); "
+        f"null means {settings.get_max_running(batch) if workers is None else min(768, most)}",
     )
     every = settings.sync_every_steps
     check_rule(
         1 <= every <= bound + 1,
-        f"{_NAME}.sync_every_steps={every} must be from 1 to max_staleness_steps + 1 = {bound + 1}: between two weight "
-        "syncs the engines' weights become that old",
+        f"{_NAME}.sync_every_steps={every} must be from 1 to max_staleness_steps + 1 = {bound + 1}: the engines' "
+        "weights become that stale between two weight syncs",
     )
     seconds = settings.group_timeout_seconds
     check_rule(seconds > 0, f"{_NAME}.group_timeout_seconds={seconds} must be greater than 0")
@@ -75,25 +75,25 @@ def _check_others(config: SkyRLConfig) -> None:
     settings, trainer = config.trainer.fully_async, config.trainer
     check_rule(
         not trainer.placement.colocate_all,
-        f"{_NAME}.enabled=true generates while it trains, and trainer.placement.colocate_all=true lets engines sleep "
-        "meanwhile; set trainer.placement.colocate_all=false",
+        f"{_NAME}.enabled=true generates during training, but trainer.placement.colocate_all=true puts engines to "
+        "sleep during training; set trainer.placement.colocate_all=false",
     )
     sampling = trainer.algorithm.dynamic_sampling.type
     check_rule(
         sampling is None,
-        f"trainer.algorithm.dynamic_sampling.type={sampling} samples whole batches anew, and asynchronous training "
-        f"has none; use {_NAME}.sample_full_batch=true with trainer.algorithm.zero_variance_filter=true, which fills a "
-        "step with groups whose rewards differ",
+        f"trainer.algorithm.dynamic_sampling.type={sampling} resamples full batches, which asynchronous training does "
+        f"not have; use {_NAME}.sample_full_batch=true with trainer.algorithm.zero_variance_filter=true, which fills "
+        "a step with groups whose rewards differ",
     )
     check_rule(
         not settings.sample_full_batch or trainer.algorithm.zero_variance_filter,
-        f"{_NAME}.sample_full_batch=true leaves out groups whose rewards are all the same; it needs "
+        f"{_NAME}.sample_full_batch=true drops groups whose rewards are all equal; it needs "
         "trainer.algorithm.zero_variance_filter=true",
     )
     check_rule(
         settings.kv_after_sync != "recompute" or config.pause_at_sync != "wait",
-        f"{_NAME}.kv_after_sync=recompute is about requests that run over a weight sync, and pause=wait lets none; set "
-        "kv_after_sync=keep, or pause=keep",
+        f"{_NAME}.kv_after_sync=recompute applies to requests in flight during a weight sync, but pause=wait drains "
+        "them first; set kv_after_sync=keep, or pause=keep",
     )
 
 
@@ -110,8 +110,8 @@ def _check_correction(config: SkyRLConfig) -> None:
         or algorithm.loss_reads_rollout_log_probs
         or algorithm.off_policy_correction.is_on,
         f"{_NAME}.max_staleness_steps={settings.max_staleness_steps} trains on tokens of older weights, and "
-        f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} does not correct for that: its ratio starts "
-        f"at 1. Set trainer.algorithm.policy_loss_type to {', '.join(losses)}, or "
+        f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} does not correct for that, because its "
+        f"ratio starts at 1. Set trainer.algorithm.policy_loss_type to {', '.join(losses)}, or "
         "trainer.algorithm.off_policy_correction.tis_ratio_type=token (truncated importance sampling), or "
         f"{_NAME}.max_staleness_steps=0",
     )

@@ -46,8 +46,7 @@ def check_packing(config: SkyRLConfig) -> None:
     check_rule(
         trainer.max_tokens_per_microbatch is None or trainer.use_sample_packing,
         f"trainer.max_tokens_per_microbatch={trainer.max_tokens_per_microbatch} counts tokens without padding, so it "
-        "needs trainer.use_sample_packing=true; set that, or size micro-batches by "
-        "trainer.micro_train_batch_size_per_gpu",
+        "needs trainer.use_sample_packing=true; set that, or use trainer.micro_train_batch_size_per_gpu instead",
     )
 
 
@@ -62,13 +61,13 @@ def _check_mini_batches(config: SkyRLConfig, model: str, mini: int) -> None:
     train = config.trainer.train_batch_size
     check_rule(
         train >= mini,
-        f"trainer.train_batch_size >= {model}_mini_batch_size must hold; got {train} < {mini}: lower "
+        f"trainer.train_batch_size={train} must be at least trainer.{model}_mini_batch_size={mini}: lower "
         f"trainer.{model}_mini_batch_size",
     )
     check_rule(
         train % mini == 0,
-        f"trainer.train_batch_size {train} should be divisible by {model}_mini_batch_size {mini}: otherwise the last "
-        "optimizer step of every batch would be smaller than the others",
+        f"trainer.train_batch_size={train} should be divisible by trainer.{model}_mini_batch_size={mini}: otherwise "
+        "the last optimizer step of every batch would be smaller than the others",
     )
 
 
@@ -76,7 +75,7 @@ def _check_work(config: SkyRLConfig, model: str, mini: int, shards: int) -> None
     samples = config.generator.n_samples_per_prompt
     check_rule(
         mini * samples >= shards,
-        f"trainer.{model}_mini_batch_size {mini} times generator.n_samples_per_prompt {samples} = {mini * samples} "
-        f"sequences are fewer than the {shards} workers (or groups of sequence-parallel workers) that share them, so "
-        f"some would have nothing to do in any step; raise trainer.{model}_mini_batch_size",
+        f"trainer.{model}_mini_batch_size={mini} x generator.n_samples_per_prompt={samples} = {mini * samples} "
+        f"sequences is less than the {shards} data-parallel workers (or sequence-parallel groups), so some would be "
+        f"idle in every step; raise trainer.{model}_mini_batch_size",
     )

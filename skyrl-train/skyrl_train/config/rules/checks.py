@@ -48,7 +48,7 @@ def check_order(config: SkyRLConfig, low: str, high: str) -> None:
     lower, upper = get_setting(config, low), get_setting(config, high)
     check_rule(
         lower is None or upper is None or lower <= upper,
-        f"{low}={lower} must not be above {high}={upper}: nothing would lie between them",
+        f"{low}={lower} must not be above {high}={upper}: the range would be empty",
     )
 
 
@@ -70,7 +70,8 @@ def check_sampled_tokens_are_kept(generator: GeneratorConfig, setting: str, fix:
     )
     check_rule(
         not is_rendered_anew,
-        f"{setting} cannot go with generator.chat_template.name_or_path={generator.chat_template.name_or_path!r}: the "
-        "conversation is tokenized anew each turn, so its tokens are not those that were drawn. Set "
+        f"{setting} cannot be combined with "
+        f"generator.chat_template.name_or_path={generator.chat_template.name_or_path!r}: the conversation is "
+        "tokenized again in each turn, so its tokens can differ from the sampled ones. Set "
         f"generator.step_wise_trajectories=true, or {fix}",
     )

@@ -23,7 +23,7 @@ def _check_trained(model: PolicyConfig | CriticConfig, model_name: str, *, bf16:
     check_rule(zero.stage in (0, 1, 2, 3), f"{zero_name}.stage must be 0, 1, 2 or 3; got {zero.stage}")
     check_rule(
         zero.offload_param.device == "none" or zero.stage == 3,
-        f"{zero_name}.offload_param.device={zero.offload_param.device} needs stage 3, which divides parameters; got "
+        f"{zero_name}.offload_param.device={zero.offload_param.device} needs stage 3, which shards parameters; got "
         f"{zero_name}.stage={zero.stage}",
     )
     check_rule(
@@ -39,19 +39,19 @@ def _check_trained(model: PolicyConfig | CriticConfig, model_name: str, *, bf16:
     for setting in ("zero_quantized_weights", "zero_quantized_gradients"):
         check_rule(
             not getattr(zero, setting),
-            f"{zero_name}.{setting}=true is not supported: the model would compute with other weights than the engines "
-            "have, or learn from other gradients than its loss has; leave it false",
+            f"{zero_name}.{setting}=true is not supported: the model would compute with different weights than the "
+            "engines, or train on different gradients than those of its loss; set it to false",
         )
     check_rule(
         not bf16 or config.torch_autocast.enabled or zero.stage > 0,
-        f"{name}.torch_autocast.enabled=false makes parameters bfloat16 (trainer.bf16=true), and stage 0 has no "
-        f"float32 weights to step on: take {zero_name}.stage=1, 2 or 3, or leave torch_autocast on",
+        f"{name}.torch_autocast.enabled=false makes parameters bfloat16 (trainer.bf16=true), but stage 0 keeps no "
+        f"float32 master weights: set {zero_name}.stage=1, 2 or 3, or keep torch_autocast enabled",
     )
     clipping, max_norm = config.gradient_clipping, model.optimizer_config.max_grad_norm
     check_rule(
         clipping is None or clipping == max_norm,
-        f"{name}.gradient_clipping={clipping} must be {model_name}.optimizer_config.max_grad_norm={max_norm}, which is "
-        "what gradients are clipped at; leave gradient_clipping out",
+        f"{name}.gradient_clipping={clipping} must be {model_name}.optimizer_config.max_grad_norm={max_norm}, the "
+        "norm that gradients are clipped to; remove gradient_clipping",
     )
     _check_amounts(config, name)
 
@@ -60,7 +60,7 @@ def _check_scoring(config: DeepSpeedEvalConfig, name: str) -> None:
     zero = config.zero_optimization
     check_rule(
         zero.stage in (0, 3),
-        f"{name}.zero_optimization.stage={zero.stage} must be 0 or 3: stages 1 and 2 divide optimizer state and "
+        f"{name}.zero_optimization.stage={zero.stage} must be 0 or 3: stages 1 and 2 shard optimizer state and "
         "gradients, which a model that only scores does not have",
     )
     _check_amounts(config, name)
@@ -73,5 +73,5 @@ def _check_amounts(config: DeepSpeedTrainConfig | DeepSpeedEvalConfig, name: str
             lowest = 1 if field.name in ("reduce_bucket_size", "sub_group_size") else 0
             check_rule(
                 value == int(value) and value >= lowest,
-                f"{full_name} must be a whole number, {lowest} or greater; got {value}",
+                f"{full_name} must be an integer of at least {lowest}; got {value}",
             )

@@ -19,8 +19,8 @@ def check_backend(generator: GeneratorConfig) -> None:
         value = getattr(generator, setting)
         check_rule(
             value == getattr(defaults, setting),
-            f"generator.{setting}={value} is not read by generator.backend={name}; "
-            f"use {_find_kinds_reading(setting)}, or auto, or leave it out",
+            f"generator.{setting}={value} is not used by generator.backend={name}; use "
+            f"{_find_kinds_reading(setting)}, or auto, or remove it",
         )
     check_rule(
         not generator.run_engines_locally or traits.is_installed,
@@ -90,22 +90,22 @@ def _check_weight_sync(config: SkyRLConfig) -> None:
     strategy = generator.weight_sync_strategy
     check_rule(
         strategy != "cuda_ipc" or (placement.device == "cuda" and placement.colocate_all),
-        "generator.weight_sync_strategy=cuda_ipc hands over memory of a GPU that workers and engines share: it needs "
+        "generator.weight_sync_strategy=cuda_ipc shares GPU memory between workers and engines on one GPU: it needs "
         f"trainer.placement.colocate_all=true (got {str(placement.colocate_all).lower()}) and GPUs "
         f"(trainer.placement.device={placement.device}); use auto",
     )
     rank = config.trainer.policy.model.lora.rank
     check_rule(
         strategy != "adapter" or rank > 0,
-        "generator.weight_sync_strategy=adapter sends low-rank adapters alone, and there are none: "
-        f"trainer.policy.model.lora.rank={rank}; set the rank, or use auto",
+        "generator.weight_sync_strategy=adapter sends only low-rank adapters, but "
+        f"trainer.policy.model.lora.rank={rank} trains none; set the rank, or use auto",
     )
     begin = config.trainer.policy.model.lora.init_method
     check_rule(
         strategy != "adapter" or not begin.startswith(("pissa", "olora")),
-        "generator.weight_sync_strategy=adapter cannot go with trainer.policy.model.lora.init_method="
-        f"{begin}, which moves a part of the model's weights into the adapters; take init_method=kaiming, or "
-        "weight_sync_strategy=auto",
+        "generator.weight_sync_strategy=adapter cannot be combined with "
+        f"trainer.policy.model.lora.init_method={begin}, which moves part of the model's weights into the adapters; "
+        "use init_method=kaiming, or weight_sync_strategy=auto",
     )
 
 
@@ -114,28 +114,28 @@ def _check_remote(config: SkyRLConfig) -> None:
     urls = generator.remote_inference_engine_urls
     check_rule(
         bool(urls) and len(set(urls)) == len(urls),
-        f"generator.remote_inference_engine_urls={urls} must name at least one server, and each once",
+        f"generator.remote_inference_engine_urls={urls} must list at least one server, without duplicates",
     )
     check_rule(
         generator.num_inference_engines in (1, len(urls)),
         f"generator.num_inference_engines={generator.num_inference_engines} counts engines that this run starts; with "
-        f"generator.run_engines_locally=false there are as many as generator.remote_inference_engine_urls, "
-        f"{len(urls)}; leave it out",
+        "generator.run_engines_locally=false the number is that of generator.remote_inference_engine_urls, "
+        f"{len(urls)}; remove it",
     )
     servers = [name for name, entry in EngineRegistry.list_registrations().items() if entry.requires.server_protocol]
     check_rule(
         generator.backend in ("auto", *servers),
-        f"generator.backend={generator.backend} runs inside of this run; with generator.run_engines_locally=false use "
-        f"{', '.join(servers)} or auto (the servers say what they are)",
+        f"generator.backend={generator.backend} runs inside this run; with generator.run_engines_locally=false use "
+        f"{', '.join(servers)} or auto (which asks the servers)",
     )
     check_rule(
         not config.trainer.placement.colocate_all,
-        "trainer.placement.colocate_all=true shares devices with engines that this run starts; with "
-        "generator.run_engines_locally=false set it to false",
+        "trainer.placement.colocate_all=true shares devices with engines that this run starts; set it to false with "
+        "generator.run_engines_locally=false",
     )
     strategy = generator.weight_sync_strategy
     check_rule(
         strategy not in ("shared_memory", "cuda_ipc"),
-        f"generator.weight_sync_strategy={strategy} needs engines that this run starts; for servers started elsewhere "
-        "use checkpoint, delta, adapter, broadcast or auto",
+        f"generator.weight_sync_strategy={strategy} needs engines that this run starts; for external servers use "
+        "checkpoint, delta, adapter, broadcast or auto",
     )

@@ -23,7 +23,7 @@ def validate_environments(config: SkyRLConfig) -> None:
     if config.generator.uses_environments:
         check_rule(
             env_class is not None,
-            "environment.env_class is null: name an environment, or set generator.task or generator.harness",
+            "environment.env_class is null: set it to an environment, or set generator.task or generator.harness",
         )
         assert env_class is not None
         _get_spec("environment.env_class", env_class)
@@ -51,4 +51,4 @@ def _get_spec(setting: str, env_id: str) -> "EnvSpec":
         return spec(env_id)
     except error.Error as unknown:
         reason = unknown.__cause__ or did_you_mean(env_id, sorted(registry))
-        raise ConfigError(f"{setting}: no environment {env_id!r} is registered; {reason}") from unknown
+        raise ConfigError(f"{setting}: environment {env_id!r} is not registered; {reason}") from unknown

@@ -63,13 +63,13 @@ def _check_lengths(config: SkyRLConfig) -> None:
     )
     check_rule(
         turns > 1 or limit == prompt,
-        f"generator.max_input_length={limit} must be trainer.max_prompt_length={prompt} when generator.max_turns is 1: "
-        "the prompt is all the engine is given",
+        f"generator.max_input_length={limit} must be trainer.max_prompt_length={prompt} when generator.max_turns=1: "
+        "the engine's input is then only the prompt",
     )
     check_rule(
         limit >= prompt,
-        f"generator.max_input_length={limit} must be at least trainer.max_prompt_length={prompt}: it counts the prompt "
-        "and what the turns before added",
+        f"generator.max_input_length={limit} must be at least trainer.max_prompt_length={prompt}: it includes the "
+        "prompt and the previous turns",
     )
 
 
@@ -78,17 +78,17 @@ def _check_agent(generator: GeneratorConfig) -> None:
     defaults, harness = GeneratorConfig(), generator.harness
     check_rule(
         generator.task is None or not harness.is_on,
-        f"generator.task={generator.task} and generator.harness are two agents; leave one out",
+        f"generator.task={generator.task} and generator.harness both set an agent; remove one of them",
     )
     agent = "generator.harness" if harness.is_on else f"generator.task={generator.task}"
-    owner = "the harness's" if harness.is_on else "the task file's"
+    owner = "the harness's" if harness.is_on else "the task file"
     for name in _SET_BY_THE_AGENT:
         value, default = getattr(generator, name), getattr(defaults, name)
         read = harness.is_on and name in _READ_WITH_A_HARNESS
         check_rule(
             read or value == default,
-            f"generator.{name}={value!r} is not read with {agent}: leave it out; turns, templates, masking and retries "
-            f"are {owner}",
+            f"generator.{name}={value!r} has no effect with {agent}; remove it: {owner} controls turns, templates, "
+            "masking and retries",
         )
     if harness.is_on:
         _check_harness(generator)
@@ -100,8 +100,8 @@ def _check_harness_is_unset(harness: HarnessConfig) -> None:
         value = getattr(harness, name)
         check_rule(
             value == default,
-            f"generator.harness.{name}={value!r} is not read: generator.harness has neither command nor function, so "
-            "no harness runs. Set one of them, or leave it out",
+            f"generator.harness.{name}={value!r} has no effect: generator.harness has neither command nor function, "
+            "so no harness runs. Set one of them, or remove it",
         )
 
 
@@ -109,10 +109,10 @@ def _check_harness(generator: GeneratorConfig) -> None:
     harness = generator.harness
     check_rule(
         harness.command is None or harness.function is None,
-        f"generator.harness.command={harness.command} and generator.harness.function={harness.function} are two "
-        "harnesses; leave one out",
+        f"generator.harness.command={harness.command} and generator.harness.function={harness.function} both set a "
+        "harness; remove one of them",
     )
-    check_rule(harness.command is None or len(harness.command) > 0, "generator.harness.command=[] has no program")
+    check_rule(harness.command is None or len(harness.command) > 0, "generator.harness.command=[] must name a program")
     for name in ("deadline_seconds", "grade_seconds", "max_turns", "max_tokens", "max_parallel", "memory_gb"):
         value = getattr(harness, name)
         check_rule(value is None or value > 0, f"generator.harness.{name} must be greater than 0; got {value}")
@@ -121,27 +121,27 @@ def _check_harness(generator: GeneratorConfig) -> None:
         value = getattr(harness, name)
         check_rule(
             harness.sandbox in ("docker", "podman") or value == getattr(defaults, name),
-            f"generator.harness.{name}={value!r} is read with generator.harness.sandbox=docker or podman alone; it is "
-            f"{harness.sandbox}: set it, or leave out generator.harness.{name}",
+            f"generator.harness.{name}={value!r} has an effect only with generator.harness.sandbox=docker or podman; "
+            f"it is {harness.sandbox}: change it, or remove generator.harness.{name}",
         )
     for folder in harness.visible:
         path = Path(folder)
         check_rule(
             path.is_absolute() and path.exists() and path != Path("/"),
-            f"generator.harness.visible has {folder!r}, which must be the whole path of a folder of this machine",
+            f"generator.harness.visible has {folder!r}, which must be the absolute path of a folder on this machine",
         )
     check_rule(
         generator.sampling_params.logprobs is not None,
         "generator.sampling_params.logprobs=null has no effect with generator.harness, which records the log-prob of "
-        "each token; leave it out",
+        "each token; remove it",
     )
     for name in ("sampling_params", "eval_sampling_params"):
         for field in ("stop", "additional_kwargs"):
             value = getattr(getattr(generator, name), field)
             check_rule(
                 not value,
-                f"generator.{name}.{field}={value!r} is not read with generator.harness, whose requests say where "
-                "answers end; leave it out",
+                f"generator.{name}.{field}={value!r} has no effect with generator.harness, whose requests set their "
+                "own stop conditions; remove it",
             )
 
 
@@ -157,13 +157,18 @@ def _check_sampling(params: SamplingParams, name: str) -> None:
     )
     check_rule(
         params.logprobs in (None, 0),
-        f"{name}.logprobs={params.logprobs} is not supported: 0 keeps the log-prob of every drawn token, which is all "
-        "that training reads; null keeps none",
+        f"{name}.logprobs={params.logprobs} is not supported: 0 records the log-prob of every sampled token, which is "
+        "all that training needs; null records none",
     )
-    check_rule("" not in (params.stop or []), f"{name}.stop holds an empty text, which would end every answer at once")
+    check_rule(
+        "" not in (params.stop or []),
+        f"{name}.stop contains an empty string, which would end every response immediately",
+    )
     declared = {"max_tokens", *vars(params)} - {"additional_kwargs"}
     twice = sorted(declared & set(params.additional_kwargs))
-    check_rule(not twice, f"{name}.additional_kwargs may not hold {', '.join(twice)}: {name} has settings for that")
+    check_rule(
+        not twice, f"{name}.additional_kwargs must not contain {', '.join(twice)}: use the settings of {name} instead"
+    )
 
 
 def _check_evaluation_samples(config: SkyRLConfig) -> None:
@@ -171,8 +176,8 @@ def _check_evaluation_samples(config: SkyRLConfig) -> None:
     check_rule(
         generator.eval_n_samples_per_prompt == 1 or generator.eval_sampling_params.temperature > 0,
         f"generator.eval_n_samples_per_prompt={generator.eval_n_samples_per_prompt} with "
-        "generator.eval_sampling_params.temperature=0 gives the same answer that many times; raise the temperature, or "
-        "ask for 1 sample",
+        "generator.eval_sampling_params.temperature=0 samples the same response that many times; raise the "
+        "temperature, or set generator.eval_n_samples_per_prompt=1",
     )
 
 
@@ -188,8 +193,8 @@ def _check_chat_template(config: SkyRLConfig) -> None:
     reserved = sorted(_SET_BY_THE_GENERATOR & set(generator.chat_template_kwargs))
     check_rule(
         not reserved,
-        f"generator.chat_template_kwargs may not hold {', '.join(reserved)}: the generator sets them itself "
-        "(for a template of your own: generator.chat_template)",
+        f"generator.chat_template_kwargs must not contain {', '.join(reserved)}: the generator sets them (for a "
+        "custom template use generator.chat_template)",
     )
     if (
         generator.use_conversation_multi_turn
@@ -198,8 +203,8 @@ def _check_chat_template(config: SkyRLConfig) -> None:
     ):
         warnings.warn(
             "generator.sampling_params.stop is set and generator.append_eos_token_after_stop_str_in_multi_turn is "
-            "false: turns that end with a stop text will lack the end-of-sequence token that the chat template puts "
-            "after a message",
+            "false: turns that end with a stop string will lack the end-of-sequence token that the chat template "
+            "puts after a message",
             stacklevel=5,
         )
 
@@ -208,13 +213,13 @@ def _check_step_wise(config: SkyRLConfig) -> None:
     generator = config.generator
     check_rule(
         generator.step_wise_trajectories or not generator.merge_stepwise_output,
-        "generator.merge_stepwise_output=true joins the turns of generator.step_wise_trajectories=true, which is "
-        "false; set both or neither",
+        "generator.merge_stepwise_output=true merges turns of step-wise trajectories, but "
+        "generator.step_wise_trajectories=false; set both or neither",
     )
     if not generator.step_wise_trajectories:
         return
     check_rule(
         generator.use_conversation_multi_turn,
         "generator.step_wise_trajectories=true makes a sample of every turn, but with "
-        "generator.use_conversation_multi_turn=false all turns are one growing message; set the latter to true",
+        "generator.use_conversation_multi_turn=false all turns form one message; set the latter to true",
     )

@@ -19,7 +19,7 @@ def check_cluster(config: SkyRLConfig) -> None:
     address = os.environ.get("RAY_ADDRESS")
     check_rule(
         not address,
-        f"RAY_ADDRESS={address} names a Ray cluster, which {_INLINE} does not join: unset the variable, or {_USE_RAY}",
+        f"RAY_ADDRESS={address} names a Ray cluster, which {_INLINE} does not use: unset the variable, or {_USE_RAY}",
     )
 
 
@@ -30,19 +30,20 @@ def check_inline_engines(config: SkyRLConfig) -> None:
         return
     check_rule(
         EngineRegistry.get_requirements(generator.backend).is_in_process,
-        f"generator.backend={generator.backend} runs in processes of its own, which {_INLINE} does not start; use "
-        "generator.backend=native, or start the server and name it in generator.remote_inference_engine_urls with "
+        f"generator.backend={generator.backend} runs in separate processes, which {_INLINE} does not start; use "
+        "generator.backend=native, or start the server and list it in generator.remote_inference_engine_urls with "
         f"generator.run_engines_locally=false, or {_USE_RAY}",
     )
     strategy, backend = generator.weight_sync_strategy, generator.weight_sync_backend
     check_rule(
         strategy != "cuda_ipc",
-        f"generator.weight_sync_strategy=cuda_ipc hands memory to another process, and {_INLINE} has one; use auto",
+        f"generator.weight_sync_strategy=cuda_ipc shares memory between processes, but {_INLINE} has only "
+        "one process; use auto",
     )
     check_rule(
         not (strategy == "broadcast" and backend == "nccl"),
-        f"generator.weight_sync_strategy=broadcast with generator.weight_sync_backend={backend} needs a GPU for each "
-        f"side, and {_INLINE} has one for both; use generator.weight_sync_strategy=auto",
+        f"generator.weight_sync_strategy=broadcast with generator.weight_sync_backend={backend} needs separate GPUs "
+        f"for trainer and engine, but {_INLINE} has one for both; use generator.weight_sync_strategy=auto",
     )
 
 
@@ -59,6 +60,6 @@ def check_ranks(config: SkyRLConfig) -> None:
             value = get_setting(config, name)
             check_rule(
                 value == 1,
-                f"{name}={value} must be 1 with {_INLINE}, where a model has one rank, in the process that starts the "
-                f"run; leave it out, or {_USE_RAY}",
+                f"{name}={value} must be 1 with {_INLINE}, where each model has one rank in the main process; remove "
+                f"it, or {_USE_RAY}",
             )

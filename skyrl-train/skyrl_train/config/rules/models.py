@@ -30,14 +30,14 @@ def check_models(config: SkyRLConfig) -> None:
         name = trainer.algorithm.value_head_prefix
         check_rule(
             name.isidentifier() and name != "backbone",
-            f"trainer.algorithm.value_head_prefix={name!r} must be a name as Python has them, such as value_head",
+            f"trainer.algorithm.value_head_prefix={name!r} must be a Python identifier, such as value_head",
         )
     if trainer.num_reference_models:
         check_division(trainer.ref, "ref", placement.ref_world_size)
     check_rule(
         trainer.algorithm.uses_reference_model or not trainer.update_ref_every_epoch,
-        "trainer.update_ref_every_epoch=true needs a reference model; switch trainer.algorithm.use_kl_loss or "
-        "trainer.algorithm.use_kl_in_reward on, or leave it out",
+        "trainer.update_ref_every_epoch=true needs a reference model; set trainer.algorithm.use_kl_loss=true or "
+        "trainer.algorithm.use_kl_in_reward=true, or remove it",
     )
     _check_shared_devices(config)
 
@@ -58,7 +58,7 @@ def check_optimizer(optimizer: OptimizerConfig, name: str) -> None:
     check_rule(warmup >= 0, f"{name}.num_warmup_steps must be 0 or greater; got {warmup}")
     check_rule(
         warmup == 0 or optimizer.scheduler != "constant",
-        f"{name}.num_warmup_steps={warmup} is not read by {name}.scheduler=constant; use constant_with_warmup",
+        f"{name}.num_warmup_steps={warmup} has no effect with {name}.scheduler=constant; use constant_with_warmup",
     )
 
 
@@ -69,8 +69,8 @@ def check_adapters(lora: LoRAConfig, name: str, *, dropout_allowed: bool = False
     check_rule(0 <= lora.dropout < 1, f"{name}.dropout must be from 0 to below 1; got {lora.dropout}")
     check_rule(
         dropout_allowed or lora.dropout == 0,
-        f"{name}.dropout={lora.dropout} must be 0 in reinforcement learning: with dropout, the log-probs (and values) "
-        "of the same weights differ from one forward to the next, and the probability ratio is not 1 where it should",
+        f"{name}.dropout={lora.dropout} must be 0 in reinforcement learning: with dropout, log-probs (and values) of "
+        "the same weights differ between forward passes, so that the first probability ratio is not 1",
     )
 
 
@@ -87,7 +87,7 @@ def check_division(model: object, name: str, world_size: int) -> None:
     check_rule(
         isinstance(group, bool) or (1 < group < size and size % group == 0),
         f"trainer.{name}.fsdp_config.reshard_after_forward={group} must be true, false, or a divisor of the {size} "
-        f"ranks that divide the model, other than 1 and {size}",
+        f"ranks that shard the model, other than 1 and {size}",
     )
     check_rule(
         world_size % ranks == 0,
@@ -103,10 +103,10 @@ def _check_shared_devices(config: SkyRLConfig) -> None:
     engine_gpus = generator.num_inference_engines * generator.engine_world_size
     check_rule(
         not placement.colocate_all or placement.policy_world_size == engine_gpus,
-        "trainer.placement.colocate_all=true puts the engines on the policy's GPUs, but there are "
-        f"{placement.policy_world_size} policy GPUs (trainer.placement.policy_num_nodes x policy_num_gpus_per_node) "
-        f"and {engine_gpus} of engines (generator.num_inference_engines={generator.num_inference_engines} x "
-        f"{generator.engine_world_size} of each); make them equal",
+        "trainer.placement.colocate_all=true places the engines on the policy's GPUs, but the policy has "
+        f"{placement.policy_world_size} GPUs (trainer.placement.policy_num_nodes x policy_num_gpus_per_node) and the "
+        f"engines have {engine_gpus} (generator.num_inference_engines={generator.num_inference_engines} x "
+        f"{generator.engine_world_size} GPUs each); make them equal",
     )
     shares = {"ref": placement.colocate_all or placement.colocate_policy_ref, "critic": placement.colocate_all}
     has = {"ref": trainer.num_reference_models > 0, "critic": trainer.critic.model.path is not None}
@@ -115,7 +115,7 @@ def _check_shared_devices(config: SkyRLConfig) -> None:
         own = (getattr(placement, f"{name}_num_nodes"), getattr(placement, f"{name}_num_gpus_per_node"))
         check_rule(
             policy == own or not (has[name] and shares[name]),
-            f"policy and {title} share GPUs, so they need as many; got trainer.placement.policy_num_nodes x "
+            f"policy and {title} share GPUs, so they need the same number; got trainer.placement.policy_num_nodes x "
             f"policy_num_gpus_per_node = {policy[0]} x {policy[1]} and {name}_num_nodes x {name}_num_gpus_per_node = "
             f"{own[0]} x {own[1]}",
         )

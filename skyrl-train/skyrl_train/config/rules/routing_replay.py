@@ -17,7 +17,7 @@ def check_routing_replay(config: SkyRLConfig) -> None:
     names = [name for name, entry in strategies.items() if entry.requires.routing_replay]
     check_rule(
         config.trainer.strategy in names,
-        f"trainer.strategy={config.trainer.strategy} replays no routes: {setting} must be off, or use "
+        f"trainer.strategy={config.trainer.strategy} does not support routing replay: {setting} must be off, or use "
         f"{format_choices('trainer.strategy', names)}",
     )
     if replay == "R3":
@@ -30,13 +30,13 @@ def _check_engines(config: SkyRLConfig, setting: str) -> None:
     names = [name for name, entry in EngineRegistry.list_registrations().items() if entry.requires.expert_routes]
     check_rule(
         generator.run_engines_locally,
-        f"{setting} needs engines that return the experts they chose; servers started elsewhere "
+        f"{setting} needs engines that return the selected experts; external servers "
         "(generator.run_engines_locally=false) do not. Use engines of this run "
         f"({format_choices('generator.backend', names)}), or R2",
     )
     check_rule(
         generator.backend in names,
-        f"{setting} needs an engine that returns the experts it chose, and generator.backend={generator.backend} does "
+        f"{setting} needs an engine that returns the selected experts, but generator.backend={generator.backend} does "
         f"not; use {format_choices('generator.backend', names)}, or R2",
     )
     check_sampled_tokens_are_kept(generator, setting, "use R2")

@@ -18,21 +18,23 @@ def check_paths(config: SkyRLConfig) -> None:
         path = get_setting(config, name)
         if path is None:
             continue
-        check_rule(path != "", f"{name} is empty; give a folder, or leave the setting out")
+        check_rule(path != "", f"{name} is empty; set it to a folder, or remove the setting")
     check_rule(
         "://" not in config.trainer.run_dir,
-        f"trainer.run_dir={config.trainer.run_dir} must be a folder on a file system: metrics, logs and the journal of "
-        "asynchronous training are appended to line by line, which an object store cannot do. Set trainer.ckpt_path "
-        "and trainer.export_path to URLs instead",
+        f"trainer.run_dir={config.trainer.run_dir} must be a folder on a file system: metrics, logs and the rollout "
+        "journal are appended line by line, which an object store does not support. Set trainer.ckpt_path and "
+        "trainer.export_path to URLs instead",
     )
     for name in _LOCAL:
         path = get_setting(config, name)
         check_rule(
             path is None or (path != "" and "://" not in path),
-            f"{name}={path} must be a folder on a file system; leave it out for one in trainer.run_dir",
+            f"{name}={path} must be a folder on a file system; remove it to use a folder in trainer.run_dir",
         )
     for name in _MODELS:
-        check_rule(get_setting(config, name) != "", f"{name} is empty; give a folder or a name on the Hugging Face hub")
+        check_rule(
+            get_setting(config, name) != "", f"{name} is empty; set it to a folder or a name on the Hugging Face hub"
+        )
 
 
 def check_loggers(config: SkyRLConfig) -> None:
@@ -46,7 +48,7 @@ def check_loggers(config: SkyRLConfig) -> None:
     for name, (is_set, trackers) in sent.items():
         if is_set and not set(trackers) & set(trainer.loggers):
             warnings.warn(
-                f"{name} has no effect with trainer.logger={','.join(trainer.loggers)}: these take it: "
+                f"{name} has no effect with trainer.logger={','.join(trainer.loggers)}: it is used by "
                 f"{', '.join(trackers)}",
                 stacklevel=4,
             )
@@ -75,11 +77,11 @@ def check_checkpoints(config: SkyRLConfig) -> None:
     )
     check_rule(
         trainer.resume_mode != "from_path" or trainer.resume_path is not None,
-        "trainer.resume_mode=from_path needs trainer.resume_path, the global_step_N folder to go on from",
+        "trainer.resume_mode=from_path needs trainer.resume_path, the global_step_N folder to resume from",
     )
     check_rule(
         trainer.resume_mode == "from_path" or trainer.resume_path is None,
-        f"trainer.resume_path={trainer.resume_path} is read only with trainer.resume_mode=from_path; got "
+        f"trainer.resume_path={trainer.resume_path} has an effect only with trainer.resume_mode=from_path; got "
         f"trainer.resume_mode={trainer.resume_mode}",
     )
 

@@ -19,15 +19,15 @@ def check_sampling_mask_replay(config: SkyRLConfig) -> None:
     names = [name for name, each in strategies.items() if each.requires.sampling_masks and not each.requires.alias_of]
     check_rule(
         config.trainer.strategy in names,
-        f"trainer.strategy={config.trainer.strategy} computes no log-probs over recorded tokens (its vocabulary is "
-        f"divided over ranks, or its backend declares no `sampling_masks`): {_SETTING} needs "
+        f"trainer.strategy={config.trainer.strategy} does not compute log-probs over recorded tokens (its vocabulary "
+        f"is sharded over ranks, or its backend does not declare `sampling_masks`): {_SETTING} needs "
         f"{format_choices('trainer.strategy', names)}",
     )
     teachers = config.trainer.distillation.teachers
     check_rule(
         not teachers,
-        f"{_SETTING} cannot go with trainer.distillation.teachers ({', '.join(teachers)}), whose log-probs are over "
-        "the whole vocabulary. Turn the replay off, and sample with generator.sampling_params.top_p=1 and top_k=-1",
+        f"{_SETTING} cannot be combined with trainer.distillation.teachers ({', '.join(teachers)}), whose log-probs "
+        "are over the full vocabulary. Disable it, and sample with generator.sampling_params.top_p=1 and top_k=-1",
     )
 
 
@@ -35,9 +35,9 @@ def _check_sampling(config: SkyRLConfig) -> None:
     params = config.generator.sampling_params
     check_rule(
         params.top_k > 0,
-        f"generator.sampling_params.top_k={params.top_k} (off) must be above 0 with {_SETTING}: it bounds the tokens "
-        "that are recorded with each token, also where top_p or min_p truncate. Set top_k, to 512 for example, which "
-        "seldom binds beside top_p=0.95; or turn the replay off",
+        f"generator.sampling_params.top_k={params.top_k} (off) must be above 0 with {_SETTING}: it bounds the number "
+        "of tokens recorded per position, also if top_p or min_p truncate. Set top_k (for example 512, which rarely "
+        "truncates more than top_p=0.95), or disable the replay",
     )
     check_rule(
         params.repetition_penalty == 1,
@@ -49,20 +49,20 @@ def _check_sampling(config: SkyRLConfig) -> None:
 def _check_engines(config: SkyRLConfig) -> None:
     generator = config.generator
     names = [name for name, entry in EngineRegistry.list_registrations().items() if entry.requires.kept_tokens]
-    fix = f"Use {format_choices('generator.backend', names)}, or turn the replay off"
+    fix = f"Use {format_choices('generator.backend', names)}, or disable the replay"
     check_rule(
         generator.run_engines_locally,
-        f"{_SETTING} needs engines that return the tokens that truncation kept; servers started elsewhere "
+        f"{_SETTING} needs engines that return the tokens kept by truncation; external servers "
         f"(generator.run_engines_locally=false) do not. {fix}",
     )
     check_rule(
         generator.backend in names,
-        f"{_SETTING} needs an engine that returns the tokens that truncation kept, and generator.backend="
-        f"{generator.backend} does not. {fix}",
+        f"{_SETTING} needs an engine that returns the tokens kept by truncation, but "
+        f"generator.backend={generator.backend} does not. {fix}",
     )
     check_rule(
         generator.uses_environments,
-        f"{_SETTING} cannot go with generator.task={generator.task} or generator.harness: agents do not pass on the "
-        "tokens that truncation kept. Leave one of them out",
+        f"{_SETTING} cannot be combined with generator.task={generator.task} or generator.harness: agents do not pass "
+        "on the tokens kept by truncation. Remove one of them",
     )
-    check_sampled_tokens_are_kept(generator, _SETTING, "turn the replay off")
+    check_sampled_tokens_are_kept(generator, _SETTING, "disable the replay")

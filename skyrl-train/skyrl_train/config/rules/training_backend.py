@@ -14,7 +14,8 @@ def replace_deprecated_strategy(trainer: TrainerConfig) -> None:
     present = TrainingBackendRegistry.get_requirements(trainer.strategy).alias_of
     if present is not None:
         warnings.warn(
-            f"trainer.strategy={trainer.strategy} means trainer.strategy={present} here, which takes the same settings",
+            f"trainer.strategy={trainer.strategy} is an alias of trainer.strategy={present}, which has "
+            "the same settings",
             FutureWarning,
             stacklevel=4,
         )
@@ -37,7 +38,8 @@ def check_training_backend(config: SkyRLConfig) -> None:
         rank = model.model.lora.rank
         check_rule(
             rank == 0 or traits.adapters,
-            f"{strategy} trains no adapters: trainer.{name}.model.lora.rank={rank} must be 0, or use another strategy",
+            f"{strategy} does not support adapters: trainer.{name}.model.lora.rank={rank} must be 0, or "
+            "use another strategy",
         )
     num_ranks = {name: getattr(placement, f"{name}_world_size") for name in trained}
     if trainer.num_reference_models:
@@ -45,14 +47,14 @@ def check_training_backend(config: SkyRLConfig) -> None:
     for name, count in num_ranks.items():
         check_rule(
             traits.max_ranks is None or count <= traits.max_ranks,
-            f"{strategy} holds a model on at most {traits.max_ranks} ranks; trainer.placement.{name}_num_nodes x "
-            f"{name}_num_gpus_per_node is {count}: lower them, or use another strategy",
+            f"{strategy} supports at most {traits.max_ranks} ranks per model; trainer.placement.{name}_num_nodes x "
+            f"{name}_num_gpus_per_node is {count}: reduce it, or use another strategy",
         )
         size: int = getattr(trainer, name).sequence_parallel_size
         check_rule(
             size == 1 or traits.sequence_parallel,
-            f"{strategy} does not divide sequences: trainer.{name}.sequence_parallel_size={size} must be 1, or use "
-            "another strategy",
+            f"{strategy} does not support sequence parallelism: trainer.{name}.sequence_parallel_size={size} must be "
+            "1, or use another strategy",
         )
 
 
@@ -69,6 +71,6 @@ def _check_sections(config: SkyRLConfig) -> None:
         value = getattr(section, field.name)
         check_rule(
             value == defaults[name],
-            f"{name}={value!r} is not read by trainer.strategy={strategy}; leave it at {defaults[name]!r}, or use "
+            f"{name}={value!r} has no effect with trainer.strategy={strategy}; keep it at {defaults[name]!r}, or use "
             "another strategy",
         )

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API over the endpoint's chat requests. Knows no HTTP."""
+"""Anthropic's Messages API over the endpoint's chat requests. Independent of HTTP."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from skyrl_train.endpoint.anthropic_api.schema import CountTokensRequest, Messag
 from skyrl_train.endpoint.anthropic_api.translation import compute_signature, convert_request
 from skyrl_train.endpoint.errors import ApiError
 from skyrl_train.endpoint.openai_api.answer_parts import (
-    AnswerParts,
-    AnswerWriter,
     BlockKind,
     ChatTurn,
+    PartsWriter,
+    ResponseParts,
     format_arguments,
     generate_id,
 )
@@ -38,7 +38,7 @@ class AnthropicFrontend:
             hides_thoughts=request.thinking is not None and request.thinking.display == "omitted",
             context_length=await self._frontend.get_context_length(),
         )
-        return turn.stream_events(writer) if request.stream else writer.whole(await turn.complete())
+        return turn.stream_events(writer) if request.stream else writer.build(await turn.complete())
 
     async def count_tokens(self, raw: bytes) -> Payload:
         """Handle `POST /v1/messages/count_tokens`: count the tokens of the rendered prompt."""
@@ -47,7 +47,7 @@ class AnthropicFrontend:
 
 
 @dataclass(kw_only=True)
-class MessageWriter(AnswerWriter):
+class MessageWriter(PartsWriter):
     """Writer of a response as a message of the Messages API."""
 
     model: str
@@ -80,7 +80,7 @@ class MessageWriter(AnswerWriter):
         events += [self._build_delta({"type": "input_json_delta", "partial_json": piece}) for piece in pieces]
         return [*events, self._stop()]
 
-    def end(self, parts: AnswerParts) -> list[Payload]:
+    def end(self, parts: ResponseParts) -> list[Payload]:
         delta = {"stop_reason": self._stop_reason(parts), "stop_sequence": parts.stop_text}
         return [
             {"type": "message_delta", "delta": delta, "usage": self._build_usage(parts.num_tokens, parts)},
@@ -90,7 +90,7 @@ class MessageWriter(AnswerWriter):
     def fail(self, error: ApiError) -> list[Payload]:
         return [build_error_body(error, self.id.replace("msg", "req"))]
 
-    def whole(self, parts: AnswerParts) -> Payload:
+    def build(self, parts: ResponseParts) -> Payload:
         content: list[Payload] = []
         for kind, text, _ in parts.iter_blocks():
             if kind == "text":
@@ -114,7 +114,7 @@ class MessageWriter(AnswerWriter):
             "stop_sequence": stop_text,
         }
 
-    def _stop_reason(self, parts: AnswerParts) -> str:
+    def _stop_reason(self, parts: ResponseParts) -> str:
         if parts.stop_text is not None and not parts.calls:
             return "stop_sequence"
         is_full = self.num_prompt_tokens + parts.num_tokens >= self.context_length
@@ -122,7 +122,7 @@ class MessageWriter(AnswerWriter):
             return "model_context_window_exceeded"
         return _STOP_REASONS[parts.finish_reason or "stop"]
 
-    def _build_usage(self, num_tokens: int, parts: AnswerParts | None = None) -> Payload:
+    def _build_usage(self, num_tokens: int, parts: ResponseParts | None = None) -> Payload:
         usage = {
             "input_tokens": self.num_prompt_tokens,
             "cache_creation_input_tokens": 0,

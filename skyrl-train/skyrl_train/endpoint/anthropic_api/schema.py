@@ -18,9 +18,9 @@ MAX_MESSAGES = 100_000
 Body = TypeVar("Body", bound=BaseModel)
 
 _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
-    "container": ((None,), "there are no containers here"),
-    "mcp_servers": ((None, []), "give the tools themselves"),
-    "speed": ((None, "standard"), "leave it out"),
+    "container": ((None,), "containers are not supported"),
+    "mcp_servers": ((None, []), "pass the tools in the request"),
+    "speed": ((None, "standard"), "remove the field"),
 }
 """Field -> its values without effect, and advice for any other value."""
 
@@ -222,7 +222,7 @@ def _check_tools(request: CountTokensRequest) -> None:
         if tool.type not in (None, "custom"):
             raise build_refusal(
                 f"tools.{index}: tools of type {tool.type!r} are defined or run by Anthropic's servers and are not "
-                "supported here; give a tool with a name and an input_schema"
+                "supported here; pass a tool with a name and an input_schema"
             )
         if tool.input_schema is None:
             raise build_refusal(f"tools.{index}.custom.input_schema: Field required")
@@ -232,7 +232,7 @@ def _check_tools(request: CountTokensRequest) -> None:
     if choice is None:
         return
     if (choice.type == "tool") != (choice.name is not None):
-        raise build_refusal(f"tool_choice.{choice.type}.name: give a name with type 'tool', and with no other")
+        raise build_refusal(f"tool_choice.{choice.type}.name: requires a name if and only if type is 'tool'")
     if choice.type == "none":
         return
     if not names:
@@ -249,7 +249,9 @@ def _check_generation(request: MessagesRequest) -> None:
     if thinking is None:
         return
     if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
-        raise build_refusal(f"thinking.{thinking.type}.budget_tokens: give it with type 'enabled', and with no other")
+        raise build_refusal(
+            f"thinking.{thinking.type}.budget_tokens: allowed only with type 'enabled', where it is required"
+        )
     if thinking.budget_tokens is not None and thinking.budget_tokens < 1024:
         raise build_refusal("thinking.enabled.budget_tokens: Input should be greater than or equal to 1024")
     if thinking.budget_tokens is not None and thinking.budget_tokens >= request.max_tokens:

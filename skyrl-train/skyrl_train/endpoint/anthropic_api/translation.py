@@ -130,7 +130,7 @@ def _iter_parts(index: int, message: AnthropicMessage, is_last: bool) -> list[tu
             raise _build_unsupported_error(place, part)
         if not isinstance(part, belongs):
             raise build_refusal(
-                f"{place}: blocks of type {part.type!r} may not stand in messages of role {message.role!r}"
+                f"{place}: blocks of type {part.type!r} are not allowed in messages of role {message.role!r}"
             )
         if isinstance(part, TextBlock) and not part.text and message.role != "assistant":
             raise build_refusal(f"{place}: text content blocks must be non-empty")
@@ -144,7 +144,7 @@ def _iter_parts(index: int, message: AnthropicMessage, is_last: bool) -> list[tu
 
 
 def _build_unsupported_error(place: str, part: UnsupportedBlock) -> ApiError:
-    return build_refusal(f"{place}: blocks of type {part.type!r} are not supported: the served model reads text")
+    return build_refusal(f"{place}: blocks of type {part.type!r} are not supported: the served model is text-only")
 
 
 def _extract_texts(parts: Sequence[tuple[str, Block]]) -> list[str]:

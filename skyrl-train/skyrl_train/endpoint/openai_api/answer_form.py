@@ -29,7 +29,7 @@ ThoughtMode = Literal["none", "open", "possible"]
 
 
 @dataclass(frozen=True)
-class AnswerForm:
+class OutputFormat:
     """Output format of a request."""
 
     schema: JsonObject | None
@@ -50,7 +50,7 @@ class AnswerForm:
         return "parallel_tool_calls" if self.calls == "auto" and not self.parallel else None
 
 
-def parse_answer_form(request: ChatRequest) -> AnswerForm:
+def parse_output_format(request: ChatRequest) -> OutputFormat:
     """Parse the output format of a request. Raises ApiError."""
     functions = [tool.function for tool in request.tools or []]
     calls, names = _parse_tool_choice(request.tool_choice)
@@ -61,7 +61,7 @@ def parse_answer_form(request: ChatRequest) -> AnswerForm:
         raise build_refusal(f"tool_choice names {unknown[0]!r}; the tools are {', '.join(known)}", "tool_choice")
     if names is not None:
         functions = [function for function in functions if function.get("name") in names]
-    form = AnswerForm(
+    form = OutputFormat(
         schema=_parse_schema(request.response_format),
         calls=calls if functions else "none",
         functions=tuple(functions),
@@ -69,7 +69,8 @@ def parse_answer_form(request: ChatRequest) -> AnswerForm:
     )
     if form.param is not None and request.continue_final_message:
         raise build_refusal(
-            f"{form.param} is about whole answers; it does not go with continue_final_message=true", form.param
+            f"{form.param} constrains full completions and cannot be combined with continue_final_message=true",
+            form.param,
         )
     return form
 
@@ -83,7 +84,7 @@ def get_thought_mode(template: EndpointTemplate, prompt: str) -> ThoughtMode:
 
 
 def build_constraint(
-    form: AnswerForm, thought: ThoughtMode, template: EndpointTemplate, syntax: ToolSyntax
+    form: OutputFormat, thought: ThoughtMode, template: EndpointTemplate, syntax: ToolSyntax
 ) -> Constraint | None:
     """Build the constraint for this format; None if none is needed. Raises ApiError if it is too large."""
     if form.param is None:
@@ -164,7 +165,7 @@ def _get_parameters(function: JsonObject) -> JsonObject:
 class _Grammar:
     """Builder of the rules of one grammar. Rule `start` is the whole completion."""
 
-    def __init__(self, form: AnswerForm, thought: ThoughtMode, template: EndpointTemplate, syntax: ToolSyntax):
+    def __init__(self, form: OutputFormat, thought: ThoughtMode, template: EndpointTemplate, syntax: ToolSyntax):
         self._form = form
         self._thought = thought
         self._special = set(template.tokenizer.all_special_tokens)

@@ -18,7 +18,7 @@ from skyrl_train.endpoint.openai_api.generation import GeneratedChoice
 from skyrl_train.endpoint.openai_api.payloads import Payload
 from skyrl_train.endpoint.openai_api.replies import ChatReply
 from skyrl_train.endpoint.openai_api.schema import ChatRequest
-from skyrl_train.endpoint.openai_api.sessions import Asked
+from skyrl_train.endpoint.openai_api.sessions import SessionRequest
 from skyrl_train.endpoint.openai_api.thoughts import Thinking, is_inside_thought, split_thought
 
 BlockKind = Literal["thought", "text"]
@@ -28,7 +28,7 @@ _TAIL = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerParts:
+class ResponseParts:
     """Parts of a response so far; complete once it has a finish reason."""
 
     thinking: Thinking
@@ -57,7 +57,7 @@ class AnswerParts:
 class ChatTurn:
     """Chat request with its prompt and single response."""
 
-    def __init__(self, frontend: OpenAIFrontend, asked: Asked, reply: ChatReply):
+    def __init__(self, frontend: OpenAIFrontend, asked: SessionRequest, reply: ChatReply):
         self._frontend = frontend
         self._asked = asked
         self._reply = reply
@@ -75,12 +75,12 @@ class ChatTurn:
     def num_prompt_tokens(self) -> int:
         return len(self._prompt.ids)
 
-    async def complete(self) -> AnswerParts:
+    async def complete(self) -> ResponseParts:
         """Generate the response. Raises ApiError."""
         async with contextlib.aclosing(self._frontend.growing(self._asked, self._reply)) as answers:
             return self._build_parts([answer async for answer in answers][-1])
 
-    async def stream_events(self, writer: "AnswerWriter") -> AsyncIterator[str]:
+    async def stream_events(self, writer: "PartsWriter") -> AsyncIterator[str]:
         """Generate the response as a stream of events. An error before the first event is raised, so that it can set
         the HTTP status; a later one becomes an event.
         """
@@ -108,14 +108,14 @@ class ChatTurn:
             for payload in writer.fail(build_internal_error(error)):
                 yield format_named_event(payload)
 
-    def _build_parts(self, answer: GeneratedChoice) -> AnswerParts:
+    def _build_parts(self, answer: GeneratedChoice) -> ResponseParts:
         written = self._reply.read(answer)
         is_complete = answer.stop_reason is not None
         thinking = split_thought(written.content, self._is_open, is_complete)
         num_thought_tokens = (
             len(self._reply.template.encode(thinking.thought)) if is_complete and thinking.thought else 0
         )
-        return AnswerParts(
+        return ResponseParts(
             thinking=thinking,
             calls=written.calls,
             finish_reason=written.finish_reason,
@@ -126,7 +126,7 @@ class ChatTurn:
 
 
 @dataclass(kw_only=True)
-class AnswerWriter(ABC):
+class PartsWriter(ABC):
     """Writer of a response in one protocol. `begin`, `open_block`, `delta`, `close_block`, `call` and `end` return
     stream events, in this order; `whole` returns the object without a stream.
     """
@@ -145,14 +145,14 @@ class AnswerWriter(ABC):
     @abstractmethod
     def call(self, call: ToolCall) -> list[Payload]: ...
     @abstractmethod
-    def end(self, parts: AnswerParts) -> list[Payload]: ...
+    def end(self, parts: ResponseParts) -> list[Payload]: ...
     @abstractmethod
     def fail(self, error: ApiError) -> list[Payload]: ...
     @abstractmethod
-    def whole(self, parts: AnswerParts) -> Payload: ...
+    def build(self, parts: ResponseParts) -> Payload: ...
 
 
-def _iter_new_events(writer: AnswerWriter, kind: BlockKind, text: str, sent: dict[BlockKind, str]) -> list[Payload]:
+def _iter_new_events(writer: PartsWriter, kind: BlockKind, text: str, sent: dict[BlockKind, str]) -> list[Payload]:
     """Yield the events of new text in a block, and record it in `sent`."""
     events = [] if kind in sent else writer.open_block(kind)
     new = text[len(sent.get(kind, "")) :]

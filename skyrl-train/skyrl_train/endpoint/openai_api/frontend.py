@@ -1,7 +1,6 @@
 """The OpenAI API over any rollout engine: request JSON -> token ids -> engine -> response JSON. Independent of HTTP.
 
-Everything goes through `generate` and `stream` of `InferenceEngineInterface`, so clients can use every feature of an
-engine.
+All requests use `generate` and `stream` of `InferenceEngineInterface`, so clients can use every feature of an engine.
 """
 
 import asyncio
@@ -19,8 +18,8 @@ from skyrl_train.endpoint.errors import (
     build_too_busy_error,
     convert_engine_error,
 )
-from skyrl_train.endpoint.openai_api.answer_form import build_constraint, get_thought_mode, parse_answer_form
-from skyrl_train.endpoint.openai_api.generation import Asker, GeneratedChoice, Prompt
+from skyrl_train.endpoint.openai_api.answer_form import build_constraint, get_thought_mode, parse_output_format
+from skyrl_train.endpoint.openai_api.generation import EngineRequester, GeneratedChoice, Prompt
 from skyrl_train.endpoint.openai_api.payloads import Envelope, Payload
 from skyrl_train.endpoint.openai_api.prompts import ChatOptions, EndpointTemplate
 from skyrl_train.endpoint.openai_api.replies import ChatReply, CompletionReply, Reply
@@ -32,7 +31,7 @@ from skyrl_train.endpoint.openai_api.schema import (
     TokenizeRequest,
     parse_request,
 )
-from skyrl_train.endpoint.openai_api.sessions import Asked, Sessions, resolve_session
+from skyrl_train.endpoint.openai_api.sessions import SessionRequest, Sessions, resolve_session
 from skyrl_train.endpoint.openai_api.streaming import stream_events
 from skyrl_train.endpoint.openai_api.tool_calls import (
     ToolFormatName,
@@ -82,7 +81,7 @@ class OpenAIFrontend:
         self._sessions = Sessions(self._template, recorder)
         self._tools: ToolSyntax = resolve_tool_syntax(tools, self._template.source)
         self._sampling_defaults = check_defaults(sampling_defaults)
-        self._asker = Asker(engine, request_timeout_seconds)
+        self._asker = EngineRequester(engine, request_timeout_seconds)
         self._info: EngineInfo | None = None
         self._num_requests = 0
         self._max_requests = max_requests
@@ -94,7 +93,9 @@ class OpenAIFrontend:
         """Handle `POST /v1/chat/completions`. Returns the response, or its events for a stream. Raises ApiError."""
         return await self._generate_reply(*await self.open_chat(parse_request(ChatRequest, raw), raw, session))
 
-    async def open_chat(self, request: ChatRequest, raw: bytes, session: str | None) -> tuple[Asked, ChatReply]:
+    async def open_chat(
+        self, request: ChatRequest, raw: bytes, session: str | None
+    ) -> tuple[SessionRequest, ChatReply]:
         """Build the prompt of a chat request of any protocol. Raises ApiError.
 
         Args:
@@ -104,7 +105,7 @@ class OpenAIFrontend:
         session = resolve_session(session, request.session_id)
         messages, options, text = self._render_messages(request)
         ids = self._sessions.encode_prompt(session, messages, text, options)
-        form = parse_answer_form(request)
+        form = parse_output_format(request)
         thought = "none" if form.param is None else get_thought_mode(self._template, text)
         constraint = build_constraint(form, thought, self._template, self._tools)
         prompt = await self._build_prompt(
@@ -118,7 +119,7 @@ class OpenAIFrontend:
             self._tools if options.tools else None,
             "none" if form.schema is None else thought,
         )
-        asked = Asked(session, raw, messages, None if request.continue_final_message else text)
+        asked = SessionRequest(session, raw, messages, None if request.continue_final_message else text)
         return asked, reply
 
     def count_tokens(self, request: ChatRequest) -> int:
@@ -126,7 +127,7 @@ class OpenAIFrontend:
         self.check_model(request.model)
         return len(self._template.encode(self._render_messages(request)[2]))
 
-    async def growing(self, asked: Asked, reply: ChatReply) -> AsyncGenerator[GeneratedChoice]:
+    async def growing(self, asked: SessionRequest, reply: ChatReply) -> AsyncGenerator[GeneratedChoice]:
         """Yield the choice of a chat request: successive states for a stream, else the complete one. The last has a
         stop reason and is recorded. Raises ApiError.
         """
@@ -150,7 +151,7 @@ class OpenAIFrontend:
         session = resolve_session(session, request.session_id)
         scores_only = request.max_tokens == 0 and request.echo
         if request.stream and request.echo and (request.logprobs is not None or scores_only):
-            raise build_refusal("echo with logprobs or without an answer cannot be streamed", "stream")
+            raise build_refusal("echo with logprobs or without generation cannot be streamed", "stream")
         prompts = []
         for number, given in enumerate(request.prompts):
             ids = self._encode_text(given) if isinstance(given, str) else given
@@ -158,13 +159,15 @@ class OpenAIFrontend:
             index = number * request.num_choices
             prompts.append(await self._build_prompt(request, ids, budget, "prompt", session, index))
         reply = CompletionReply(request, self._template, Envelope("text_completion", request.model), prompts)
-        return await self._generate_reply(Asked(None if scores_only else session, raw), reply, bool(scores_only))
+        return await self._generate_reply(
+            SessionRequest(None if scores_only else session, raw), reply, bool(scores_only)
+        )
 
     async def tokenize(self, raw: bytes) -> Payload:
         """Handle `POST /tokenize`: token ids of a text or of messages."""
         request = parse_request(TokenizeRequest, raw)
         if (request.prompt is None) == (request.messages is None):
-            raise build_refusal("give either prompt or messages", "prompt")
+            raise build_refusal("pass either prompt or messages", "prompt")
         if request.prompt is not None:
             ids = (
                 self._encode_text(request.prompt)
@@ -187,7 +190,7 @@ class OpenAIFrontend:
         request = parse_request(DetokenizeRequest, raw)
         vocab_size = (await self._describe_model()).vocab_size
         if not all(0 <= token < vocab_size for token in request.tokens):
-            raise build_refusal(f"tokens must lie in the vocabulary, 0 to {vocab_size - 1}", "tokens")
+            raise build_refusal(f"tokens must be in the vocabulary, 0 to {vocab_size - 1}", "tokens")
         return {"prompt": self._template.decode(request.tokens, skip_special_tokens=False)}
 
     async def models(self) -> Payload:
@@ -207,7 +210,7 @@ class OpenAIFrontend:
         try:
             await self.engine.check_health()
         except Exception as error:  # any error means an unhealthy engine
-            raise ApiError(503, "the engine is not well; the log says more", code="engine_unavailable") from error
+            raise ApiError(503, "the engine is unhealthy; see the log", code="engine_unavailable") from error
 
     def take_metrics(self) -> dict[str, float]:
         """Return counts since the last call: `endpoint/requests`; `endpoint/exact_turns`, later turns of a session with
@@ -276,7 +279,7 @@ class OpenAIFrontend:
     # Generation.
 
     async def _generate_reply(
-        self, asked: Asked, reply: Reply, scores_only: bool = False
+        self, asked: SessionRequest, reply: Reply, scores_only: bool = False
     ) -> Payload | AsyncIterator[str]:
         self._num_requests += 1
         if reply.request.stream:
@@ -288,9 +291,9 @@ class OpenAIFrontend:
             for answer in answers:
                 answer.truncate(0)
                 answer.stop_reason = "length"
-        return reply.whole(answers)
+        return reply.build(answers)
 
-    async def _stream_reply(self, asked: Asked, reply: Reply) -> AsyncIterator[str]:
+    async def _stream_reply(self, asked: SessionRequest, reply: Reply) -> AsyncIterator[str]:
         async with self._count_answers(asked, reply):
             events = stream_events(self._asker, reply, lambda answers: self._sessions.keep(asked, reply, answers))
             async with contextlib.aclosing(events):
@@ -298,7 +301,7 @@ class OpenAIFrontend:
                     yield event
 
     @contextlib.asynccontextmanager
-    async def _count_answers(self, asked: Asked, reply: Reply) -> AsyncIterator[None]:
+    async def _count_answers(self, asked: SessionRequest, reply: Reply) -> AsyncIterator[None]:
         """Count responses in flight within the block, and admit them to their session. Raises ApiError if there are too
         many, or the session's budget is used up.
         """
@@ -338,7 +341,7 @@ class OpenAIFrontend:
         """Raise ApiError if the model name is not served."""
         if name not in self.model_names:
             served = ", ".join(self.model_names)
-            message = f"the model {name!r} does not exist here; served: {served}"
+            message = f"the model {name!r} does not exist; served models: {served}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _check_model(self, name: str, info: EngineInfo) -> Payload:

@@ -115,7 +115,7 @@ class GeneratedChoice:
             self.top = TopLogProbs(self.top.ids[:length], self.top.log_probs[:length])
 
 
-class Asker:
+class EngineRequester:
     """Client of an engine that applies a deadline to each request and converts engine errors to ApiError."""
 
     def __init__(self, engine: InferenceEngineInterface, timeout_seconds: float):
@@ -169,7 +169,7 @@ class Asker:
                     refusal.param = prompt.constraint_param
                 raise refusal from error
         if completion.stop_reason == "abort":
-            raise ApiError(503, "the request was aborted; send it again", code="aborted")
+            raise ApiError(503, "the request was aborted; retry", code="aborted")
         return GeneratedChoice.from_completion(completion)
 
 

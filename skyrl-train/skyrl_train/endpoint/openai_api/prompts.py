@@ -60,7 +60,7 @@ class EndpointTemplate(ChatTemplate):
         reserved = {"messages", "tools", "tokenize", "return_dict", "chat_template", "conversation"}
         reserved |= {"add_generation_prompt", "continue_final_message"}
         if wrong := sorted(reserved & set(options.kwargs)):
-            raise build_refusal(f"chat_template_kwargs may not hold {', '.join(wrong)}", "chat_template_kwargs")
+            raise build_refusal(f"chat_template_kwargs must not contain {', '.join(wrong)}", "chat_template_kwargs")
         kwargs = options.kwargs | {"continue_final_message": options.continue_final_message}
         try:
             return self.text(messages, options.add_generation_prompt, tools=options.tools, **kwargs)
@@ -84,8 +84,8 @@ class EndpointTemplate(ChatTemplate):
         if effort == "none" and THOUGHT_CLOSE not in source:
             return {}  # no thought to disable
         raise build_refusal(
-            f"reasoning_effort={effort!r}: the model's chat template reads neither reasoning_effort nor "
-            "enable_thinking; leave it out, or give chat_template_kwargs what the template reads",
+            f"reasoning_effort={effort!r}: the model's chat template uses neither reasoning_effort nor "
+            "enable_thinking; remove it, or set chat_template_kwargs that the template uses",
             "reasoning_effort",
             "unsupported_value",
         )
@@ -103,7 +103,7 @@ class EndpointTemplate(ChatTemplate):
 
 
 @dataclass(frozen=True)
-class Said:
+class ReturnedMessage:
     """Assistant message as returned to the client. Equality ignores white space and the opening thought tag, which
     belongs to the prompt in some templates and to the completion in others.
     """
@@ -114,7 +114,7 @@ class Said:
     """Name and arguments of each call."""
 
     @classmethod
-    def of(cls, message: MessageType) -> "Said":
+    def of(cls, message: MessageType) -> "ReturnedMessage":
         """Extract the content of a message for templates (see `convert_messages_for_template`)."""
         content = str(message.get("content") or "").strip()
         calls = (call["function"] for call in message.get("tool_calls") or [])
@@ -129,7 +129,7 @@ class Said:
 class _Reply:
     """Response as returned to the client, its tokens, and their text with special tokens."""
 
-    said: Said
+    said: ReturnedMessage
     ids: np.ndarray
     text: str
 
@@ -172,7 +172,7 @@ class ConversationMemory:
         num_messages: int,
         prompt_text: str,
         prompt_ids: Sequence[int],
-        answers: Sequence[tuple[Said, Sequence[int]]],
+        answers: Sequence[tuple[ReturnedMessage, Sequence[int]]],
     ) -> None:
         """Store a prompt of `num_messages` messages and its responses with their tokens."""
         exchange = _Exchange(
@@ -217,7 +217,7 @@ class ConversationMemory:
                 continue
             if not text.startswith(exchange.prompt_text):
                 continue
-            said = Said.of(messages[answered])
+            said = ReturnedMessage.of(messages[answered])
             for answer in reversed(exchange.answers):
                 if (rest := self._find_rest_as_sampled(answer, said, text, len(exchange.prompt_text))) is not None:
                     return exchange.build_ids(answer, rest)
@@ -231,7 +231,7 @@ class ConversationMemory:
                     return exchange.build_ids(answer, rest)
         return None
 
-    def _find_rest_as_sampled(self, answer: _Reply, said: Said, text: str, start: int) -> list[int] | None:
+    def _find_rest_as_sampled(self, answer: _Reply, said: ReturnedMessage, text: str, start: int) -> list[int] | None:
         """Return the ids of the text after a completion that occurs verbatim at `start`; None if it does not. A
         completion without a closing special token must also be the entire message.
         """
@@ -259,7 +259,7 @@ class ConversationMemory:
         tail = rendered[place + len(_MARK) :]
         return tail if place >= 0 and text.endswith(tail) else None
 
-    def _encode_rest(self, ids: list[int], said: Said, shown: str, tail: str) -> list[int] | None:
+    def _encode_rest(self, ids: list[int], said: ReturnedMessage, shown: str, tail: str) -> list[int] | None:
         """Return the ids of `tail` after a completion; None if the template does not render the completion verbatim."""
         is_closed = self._is_closed(ids)
         text = ids[:-1] if is_closed else ids

@@ -91,7 +91,7 @@ class Reply(ABC):
                 held = max(held, *(n for n in range(len(stop)) if n == 0 or text.endswith(stop[:n])))
         return text[: len(text) - held]
 
-    def whole(self, answers: Sequence[GeneratedChoice]) -> Payload:
+    def build(self, answers: Sequence[GeneratedChoice]) -> Payload:
         """Build the response object."""
         choices = [self.choice(index, answer) for index, answer in enumerate(answers)]
         return self.envelope.build(choices, answers) | {"usage": self.build_usage(answers)}
@@ -156,7 +156,7 @@ class ChatReply(Reply):
 
     def whole(self, answers: Sequence[GeneratedChoice]) -> Payload:
         ids = {"prompt_token_ids": self.prompts[0].ids} if self.request.return_token_ids else {}
-        return super().whole(answers) | ids
+        return super().build(answers) | ids
 
     def choice(self, index: int, answer: GeneratedChoice) -> Payload:
         written = self.read(answer)

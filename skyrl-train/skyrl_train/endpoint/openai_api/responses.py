@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from skyrl_gym.chat.tool_calls import ToolCall
 from skyrl_train.endpoint.errors import ApiError, build_refusal
 from skyrl_train.endpoint.openai_api.answer_parts import (
-    AnswerParts,
-    AnswerWriter,
     BlockKind,
     ChatTurn,
+    PartsWriter,
+    ResponseParts,
     format_arguments,
     generate_id,
 )
@@ -52,7 +52,7 @@ class ResponsesFrontend:
                 self._store.keep(response, [*items, *response["output"]], session)
 
         writer = ResponseWriter(num_prompt_tokens=turn.num_prompt_tokens, request=request, keep=keep)
-        return turn.stream_events(writer) if request.stream else writer.whole(await turn.complete())
+        return turn.stream_events(writer) if request.stream else writer.build(await turn.complete())
 
     def retrieve(self, name: str, session: str | None) -> Payload:
         """Handle `GET /v1/responses/ID`. Raises ApiError."""
@@ -96,8 +96,8 @@ class ResponseStore:
         """Return the conversation including a response. Raises ApiError."""
         if (stored := self._find(name, session)) is None:
             raise build_refusal(
-                f"Previous response with id '{name}' not found. It was not stored, is of another session or was "
-                "dropped; send the conversation as input.",
+                f"Previous response with id '{name}' not found. It was not stored, belongs to another session or was "
+                "evicted; send the conversation as input.",
                 "previous_response_id",
                 "previous_response_not_found",
             )
@@ -120,7 +120,7 @@ class ResponseStore:
 
 
 @dataclass(kw_only=True)
-class ResponseWriter(AnswerWriter):
+class ResponseWriter(PartsWriter):
     """Writer of a response of the Responses API.
 
     Args:
@@ -184,7 +184,7 @@ class ResponseWriter(AnswerWriter):
             self._format_done(item),
         ]
 
-    def end(self, parts: AnswerParts) -> list[Payload]:
+    def end(self, parts: ResponseParts) -> list[Payload]:
         is_cut = parts.finish_reason == "length"
         events = [] if self._output else [*self.open_block("text"), *self.close_block("text", "", False)]
         response = self._build_complete(parts)
@@ -197,7 +197,7 @@ class ResponseWriter(AnswerWriter):
         told = {"code": _FAILURES.get(error.status, "server_error"), "message": error.message}
         return [self._format_event("response.failed", response=self._build_response("failed") | {"error": told})]
 
-    def whole(self, parts: AnswerParts) -> Payload:
+    def build(self, parts: ResponseParts) -> Payload:
         for kind, text, _ in parts.iter_blocks():
             status = "incomplete" if parts.is_truncated_in(kind) else "completed"
             self._output.append(
@@ -208,7 +208,7 @@ class ResponseWriter(AnswerWriter):
             self._output.append(self._build_message("", "completed"))
         return self._build_complete(parts)
 
-    def _build_complete(self, parts: AnswerParts) -> Payload:
+    def _build_complete(self, parts: ResponseParts) -> Payload:
         is_cut = parts.finish_reason == "length"
         response = self._build_response("incomplete" if is_cut else "completed") | {
             "completed_at": None if is_cut else time.time(),

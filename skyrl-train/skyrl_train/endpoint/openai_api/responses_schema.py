@@ -12,13 +12,13 @@ from skyrl_train.types import JsonObject
 Item = TypeVar("Item", bound=BaseModel)
 
 _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
-    "background": ((None, False), "wait for the answer, or take it as a stream"),
-    "context_management": ((None, []), "shorten the conversation yourself"),
+    "background": ((None, False), "wait for the response, or stream it"),
+    "context_management": ((None, []), "shorten the conversation in the client"),
     "conversation": ((None,), "use previous_response_id, or send the conversation"),
-    "moderation": ((None,), "leave it out"),
-    "prompt": ((None,), "there are no stored prompts: use instructions and input"),
+    "moderation": ((None,), "remove the field"),
+    "prompt": ((None,), "stored prompts are not supported: use instructions and input"),
     "top_logprobs": ((None, 0), "use /v1/chat/completions"),
-    "truncation": ((None, "disabled"), "shorten the conversation yourself"),
+    "truncation": ((None, "disabled"), "shorten the conversation in the client"),
 }
 """Field -> its values without effect, and advice for any other value."""
 
@@ -209,9 +209,11 @@ def parse_responses_request(raw: bytes) -> ResponsesRequest:
     if not request.input:
         raise build_refusal("input must not be empty", "input")
     if request.stream_options is not None and not request.stream:
-        raise build_refusal("stream_options goes with stream=true", "stream_options")
+        raise build_refusal("stream_options requires stream=true", "stream_options")
     if "message.output_text.logprobs" in (request.include or []):
-        raise build_refusal("include: log-probs are given by /v1/chat/completions", "include", "unsupported_value")
+        raise build_refusal(
+            "include: log-probs are available from /v1/chat/completions", "include", "unsupported_value"
+        )
     for index, tool in enumerate(request.tools or []):
         _check_tool(tool, f"tools[{index}]")
     form = None if request.text is None else request.text.format
@@ -225,7 +227,7 @@ def parse_responses_request(raw: bytes) -> ResponsesRequest:
 def _check_tool(tool: Tool, where: str) -> None:
     if tool.type not in ("function", "custom", "namespace"):
         raise build_refusal(
-            f"{where}: tools of type {tool.type!r} are run by OpenAI's servers and are not supported here; give "
+            f"{where}: tools of type {tool.type!r} are run by OpenAI's servers and are not supported here; pass "
             "functions or custom tools",
             where,
             "unsupported_value",
@@ -258,4 +260,6 @@ def extract_texts(content: Content, where: str) -> list[str]:
 
 
 def build_unsupported_item_error(kind: object, where: str) -> ApiError:
-    return build_refusal(f"{where}: {kind!r} is not supported: the served model reads text", where, "unsupported_value")
+    return build_refusal(
+        f"{where}: {kind!r} is not supported: the served model is text-only", where, "unsupported_value"
+    )

@@ -18,7 +18,7 @@ def check_defaults(defaults: Mapping[str, object] | None) -> SamplingKeywords:
     and repetition_penalty.
     """
     if unknown := sorted(set(defaults or {}) - set(_DEFAULTED)):
-        raise ValueError(f"sampling_defaults may hold {', '.join(_DEFAULTED)}; got {', '.join(unknown)}")
+        raise ValueError(f"sampling_defaults may contain {', '.join(_DEFAULTED)}; got {', '.join(unknown)}")
     return dict(defaults or {})
 
 
@@ -63,7 +63,7 @@ def build_sampling_keywords(
 def _parse_biases(given: Mapping[str, float]) -> dict[int, float]:
     for token in given:
         if not token.isascii() or not token.isdigit():
-            raise build_refusal(f"logit_bias must have token ids as its keys; got {token!r}", "logit_bias")
+            raise build_refusal(f"logit_bias keys must be token ids; got {token!r}", "logit_bias")
     return {int(token): value for token, value in given.items()}
 
 
@@ -94,5 +94,5 @@ def check_supported(
     for feature, field in wanted:
         if feature in unsupported:
             raise build_refusal(
-                f"{field}: the engine cannot do this: {unsupported[feature]}", field, "unsupported_by_engine"
+                f"{field}: not supported by the engine: {unsupported[feature]}", field, "unsupported_by_engine"
             )

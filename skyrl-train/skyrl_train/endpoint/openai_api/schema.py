@@ -24,12 +24,12 @@ MAX_TOP_LOGPROBS = 20
 _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "functions": ((None,), "use tools"),
     "function_call": ((None,), "use tool_choice"),
-    "modalities": ((None, ["text"]), "the answer is text"),
-    "audio": ((None,), "the answer is text"),
-    "web_search_options": ((None,), "leave it out"),
-    "moderation": ((None,), "leave it out"),
-    "verbosity": ((None,), "leave it out"),
-    "suffix": ((None, ""), "leave it out"),
+    "modalities": ((None, ["text"]), "only text output is supported"),
+    "audio": ((None,), "only text output is supported"),
+    "web_search_options": ((None,), "remove the field"),
+    "moderation": ((None,), "remove the field"),
+    "verbosity": ((None,), "remove the field"),
+    "suffix": ((None, ""), "remove the field"),
 }
 """Field -> its values without effect, and advice for any other value."""
 
@@ -267,20 +267,20 @@ def validate_fields(kind: type[Body], values: JsonObject) -> Body:
 def _check_between_fields(request: BaseModel) -> None:
     if isinstance(request, ChatRequest):
         if not request.messages:
-            raise build_refusal("messages must hold at least one message", "messages")
+            raise build_refusal("messages must contain at least one message", "messages")
         budgets = {request.max_tokens, request.max_completion_tokens} - {None}
         if len(budgets) > 1:
             raise build_refusal(
-                f"max_tokens={request.max_tokens} and max_completion_tokens={request.max_completion_tokens} are two "
-                "names of one thing; give one of them",
+                f"max_tokens={request.max_tokens} and max_completion_tokens={request.max_completion_tokens} set the "
+                "same limit; pass one of them",
                 "max_tokens",
             )
         if request.top_logprobs and not request.logprobs:
-            raise build_refusal("top_logprobs goes with logprobs=true", "top_logprobs")
+            raise build_refusal("top_logprobs requires logprobs=true", "top_logprobs")
         if request.continue_final_message and request.add_generation_prompt:
             raise build_refusal(
-                "continue_final_message=true continues the last message, add_generation_prompt=true begins a new one; "
-                "give one of them",
+                "continue_final_message=true continues the last message, add_generation_prompt=true starts a new "
+                "one; pass one of them",
                 "continue_final_message",
             )
     if isinstance(request, CompletionRequest):
@@ -288,15 +288,17 @@ def _check_between_fields(request: BaseModel) -> None:
             raise build_refusal("prompt must not be empty", "prompt")
         if len(request.prompts) * request.num_choices > MAX_ANSWERS:
             raise build_refusal(
-                f"one request may ask for {MAX_ANSWERS} answers (prompts times n); got {len(request.prompts)} prompts "
-                f"with n={request.num_choices}. Divide them among several requests",
+                f"one request may ask for at most {MAX_ANSWERS} completions (prompts x n); got {len(request.prompts)} "
+                f"prompts with n={request.num_choices}. Split them over several requests",
                 "prompt",
                 "too_many_answers",
             )
         if request.best_of not in (None, request.num_choices):
-            raise build_refusal(f"best_of={request.best_of} is not supported; use n, and choose yourself", "best_of")
+            raise build_refusal(
+                f"best_of={request.best_of} is not supported; use n and select in the client", "best_of"
+            )
     if isinstance(request, _Request) and request.stream_options is not None and not request.stream:
-        raise build_refusal("stream_options goes with stream=true", "stream_options")
+        raise build_refusal("stream_options requires stream=true", "stream_options")
 
 
 def _build_unknown_field_error(name: str, kind: type[BaseModel]) -> ApiError:

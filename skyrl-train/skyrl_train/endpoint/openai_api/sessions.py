@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from skyrl_train.endpoint.errors import ApiError, build_refusal
 from skyrl_train.endpoint.openai_api.generation import GeneratedChoice
 from skyrl_train.endpoint.openai_api.payloads import build_assistant_message
-from skyrl_train.endpoint.openai_api.prompts import ChatOptions, ConversationMemory, EndpointTemplate, Said
+from skyrl_train.endpoint.openai_api.prompts import ChatOptions, ConversationMemory, EndpointTemplate, ReturnedMessage
 from skyrl_train.endpoint.openai_api.replies import Reply
 from skyrl_train.endpoint.openai_api.schema import Message
 from skyrl_train.endpoint.openai_api.tool_calls import convert_messages_for_template
@@ -24,7 +24,7 @@ EXACT, RENDERED = "endpoint/exact_turns", "endpoint/rendered_turns"
 
 
 @dataclass(frozen=True)
-class Asked:
+class SessionRequest:
     """Request of a session when it is received."""
 
     session: str | None
@@ -75,8 +75,8 @@ class Sessions:
         except TimeoutError:
             raise ApiError(
                 504,
-                f"other requests of the session {session!r} held the tokens of its budget for {seconds:g} seconds "
-                "(generator.request_timeout_seconds); give requests a max_tokens",
+                f"other requests of session {session!r} reserved its token budget for {seconds:g} seconds "
+                "(generator.request_timeout_seconds); set max_tokens in requests",
                 code="timeout",
             ) from None
         uses_turns = True
@@ -109,14 +109,16 @@ class Sessions:
                 return ids
         return self._template.encode(text)
 
-    def keep(self, asked: Asked, reply: Reply, answers: Sequence[GeneratedChoice]) -> None:
+    def keep(self, asked: SessionRequest, reply: Reply, answers: Sequence[GeneratedChoice]) -> None:
         """Store the completed choices of a request."""
         if asked.session is None:
             return
         messages = [None if asked.messages is None else _to_request_message(reply, answer) for answer in answers]
         pairs = [(message, answer) for message, answer in zip(messages, answers, strict=True)]
         if asked.messages is not None and asked.text is not None:
-            written = [(Said.of(message), answer.token_ids) for message, answer in pairs if message is not None]
+            written = [
+                (ReturnedMessage.of(message), answer.token_ids) for message, answer in pairs if message is not None
+            ]
             self._memory.remember(asked.session, len(asked.messages), asked.text, reply.prompts[0].ids, written)
         if self._recorder is not None:
             turns = [_build_turn(asked, reply, index, message, answer) for index, (message, answer) in enumerate(pairs)]
@@ -131,7 +133,7 @@ def resolve_session(connection: str | None, body: str | int | None) -> str | Non
     """
     if connection is not None and body is not None and connection != str(body):
         raise build_refusal(
-            f"session_id {body!r} and the session {connection!r} of the key, the URL or X-Session-ID differ; give one "
+            f"session_id {body!r} and the session {connection!r} of the key, the URL or X-Session-IDdiffer; pass one "
             "of them",
             "session_id",
         )
@@ -141,10 +143,10 @@ def resolve_session(connection: str | None, body: str | int | None) -> str | Non
 def find_connection_session(key: str | None, url: str | None, header: str | None) -> str | None:
     """Return the session named by a request's key, URL or header. Raises ApiError if they name two."""
     if url is not None and header is not None and url != header:
-        raise build_refusal(f"X-Session-ID {header!r} and the session {url!r} of the URL differ; give one of them")
+        raise build_refusal(f"X-Session-ID {header!r} and the session {url!r} of the URLdiffer; pass one of them")
     named = url or header
     if key is not None and named is not None and named != key:
-        raise ApiError(403, f"the key is that of session {key!r}; the request is of session {named!r}")
+        raise ApiError(403, f"the key belongs to session {key!r}, the request to session {named!r}")
     return key or named
 
 
@@ -154,10 +156,10 @@ def _to_request_message(reply: Reply, answer: GeneratedChoice) -> MessageType:
 
 
 def _build_turn(
-    asked: Asked, reply: Reply, index: int, message: MessageType | None, answer: GeneratedChoice
+    asked: SessionRequest, reply: Reply, index: int, message: MessageType | None, answer: GeneratedChoice
 ) -> RecordedTurn:
     prompt = reply.get_prompt(index)
-    assert answer.log_probs is not None, "the engine was asked for log-probs and gave none"
+    assert answer.log_probs is not None, "the engine returned no log-probs though they were requested"
     assert answer.stop_reason is not None, "the answer is complete"
     return RecordedTurn(
         prompt_ids=prompt.ids,

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from skyrl_train.endpoint.errors import ApiError, build_internal_error
-from skyrl_train.endpoint.openai_api.generation import Asker, GeneratedChoice
+from skyrl_train.endpoint.openai_api.generation import EngineRequester, GeneratedChoice
 from skyrl_train.endpoint.openai_api.payloads import END_OF_STREAM, Payload, format_server_sent_event
 from skyrl_train.endpoint.openai_api.replies import Reply
 
@@ -26,7 +26,7 @@ class _ChoiceState:
 
 
 async def stream_events(
-    asker: Asker, reply: Reply, finished: Callable[[list[GeneratedChoice]], None]
+    asker: EngineRequester, reply: Reply, finished: Callable[[list[GeneratedChoice]], None]
 ) -> AsyncGenerator[str]:
     """Yield the events of a request, with all choices concurrently.
 
@@ -73,7 +73,7 @@ async def stream_events(
 
 
 async def _run_choice(
-    asker: Asker, reply: Reply, index: int, choice: _ChoiceState, grown: "asyncio.Queue[int | Exception]"
+    asker: EngineRequester, reply: Reply, index: int, choice: _ChoiceState, grown: "asyncio.Queue[int | Exception]"
 ) -> None:
     """Generate one choice completely. The queue notifies the reader; a slower reader merges several steps."""
     prompt = reply.get_prompt(index)

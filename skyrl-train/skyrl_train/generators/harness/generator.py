@@ -114,8 +114,8 @@ class HarnessGenerator(GeneratorInterface):
         for number, row in enumerate(rows):
             if harness.grader is None and harness.function is None and not row.get("grade"):
                 raise ConfigError(
-                    f"row {number} of {setting} has no column `grade` (command, files) and "
-                    "generator.harness.grader is null: nothing gives its trajectories a reward. Set one of them"
+                    f"row {number} of {setting} has no column `grade` (command, files) and generator.harness.grader "
+                    "is null, so its trajectories would have no reward. Set one of them"
                 )
             try:
                 check_row(row, with_grade=harness.grader is None)
@@ -138,7 +138,7 @@ class HarnessGenerator(GeneratorInterface):
         Raises:
             WorkerError: the engines crashed and cannot be restarted.
         """
-        assert self._endpoint is not None and self._client is not None, "made without engines, to check settings"
+        assert self._endpoint is not None and self._client is not None, "built without engines, to validate settings"
         prompts, metadata = input_batch["prompts"], input_batch.get("batch_metadata")
         params = input_batch.get("sampling_params") or get_sampling_params(self.generator_cfg.sampling_params)
         extras = input_batch.get("env_extras") or [{} for _ in prompts]
@@ -221,7 +221,7 @@ class HarnessGenerator(GeneratorInterface):
             try:
                 return await self._threads.call(harness.run_attempt, task, close)
             except DeadlineExceeded as error:
-                return Attempt(close(), failure=make_harness_failure("hung", f"it could not be ended: it {error}"))
+                return Attempt(close(), failure=make_harness_failure("hung", f"it could not be terminated: it {error}"))
             finally:
                 close()  # what is left of a cancelled one
                 await asyncio.to_thread(_close, task.sandbox)
@@ -247,14 +247,14 @@ class HarnessGenerator(GeneratorInterface):
         except WorkerError:
             raise
         except Exception as error:  # an engine that is being restarted; the failure is recorded already
-            logger.warning(f"a harness failed while an engine is not well: {error}")
+            logger.warning(f"a harness failed while an engine was unhealthy: {error}")
 
     def _build_batch(self, trajectories: list[Trajectory], graded_ends: list[Failure]) -> RolloutBatch:
         is_each_crashed = len(graded_ends) == len(trajectories) and not any(each.reward for each in trajectories)
         if graded_ends and is_each_crashed and len(group_trajectories(trajectories)) == 1:
             # One prompt (fully asynchronous runs generate them one by one): the policy may have caused it, and must not
             # take its own bad grades away.
-            logger.warning("all {} programs of a prompt crashed: {}", len(trajectories), graded_ends[0].message)
+            logger.warning("all {} harness programs of a prompt crashed: {}", len(trajectories), graded_ends[0].message)
         elif graded_ends and is_each_crashed:
             # More likely a harness that does not work than a policy that makes each of its programs crash.
             trajectories = [replace(each, failure=graded_ends[0]) for each in trajectories]
@@ -281,7 +281,7 @@ def _close(sandbox: Sandbox) -> None:
     try:
         sandbox.close()
     except InfraError as error:
-        logger.warning(f"the sandbox of a harness could not be closed, and is left to the end of this process: {error}")
+        logger.warning(f"the sandbox of a harness could not be closed and remains until this process exits: {error}")
 
 
 def _describe(trajectory: Trajectory, attempt: Attempt, num_retries: int, span: tuple[float, float]) -> Trajectory:

@@ -38,7 +38,7 @@ _PRINTED_CHARACTERS = 4000
 """Of each of a program's two streams, in the trajectories file."""
 _MEBIBYTE = 1 << 20
 _FURTHER_SECONDS = 60.0
-"""Time for the start and the end of a sandbox, beside the time of a harness and of its grading."""
+"""Time for starting and stopping a sandbox, in addition to the time of a harness and its grading."""
 
 HarnessEnd = Literal["unreachable", "no_answer", "hung", "limit", "crashed", "error"]
 KINDS: dict[HarnessEnd, FailureKind] = {
@@ -194,9 +194,9 @@ class Harness:
         said = (result.stderr.strip() or output.strip())[-_LAST_WORDS:]
         if result.outcome == "wall_time":
             deadline = f"generator.harness.deadline_seconds={self.cfg.deadline_seconds:g}"
-            return make_harness_failure("hung", f"it was ended after {deadline}; its last words: {said}")
+            return make_harness_failure("hung", f"it was terminated after {deadline}; end of its output: {said}")
         if result.outcome != "exited":
-            return make_harness_failure("limit", f"it was ended by the sandbox's limit of {result.outcome}: {said}")
+            return make_harness_failure("limit", f"it was terminated by the sandbox limit of {result.outcome}: {said}")
         if result.returncode == UNREACHABLE and self.cfg.sandbox != "process":
             return make_harness_failure("unreachable", said)
         if result.returncode == NOT_STARTED:
@@ -232,7 +232,7 @@ def _check_outcome(record: "SessionRecord", failure: Failure | None) -> tuple[Fa
     if failure is not None and failure.kind == "infrastructure":
         return failure, None
     if not record.turns:
-        message = f"{record.num_admitted} requests, none was answered in full"
+        message = f"{record.num_admitted} requests, none of which completed"
         if not record.num_admitted:
             message = "it made no request that the endpoint accepted. Does it read OPENAI_BASE_URL and OPENAI_API_KEY?"
         return make_harness_failure("no_answer", message + ("" if failure is None else f" ({failure.message})")), None
@@ -274,5 +274,5 @@ def load_function(setting: str, name: str | None) -> Callable[..., Any] | None:
         return None
     function = import_object(setting, name)
     if not callable(function):
-        raise ConfigError(f"{setting}={name!r} is no function but {function!r}")
+        raise ConfigError(f"{setting}={name!r} is not a function: {function!r}")
     return function

@@ -118,7 +118,10 @@ def get_last_text(prompt: ConversationType | None) -> str:
 def check_prompt(prompt: ConversationType | None) -> None:
     """Check that a prompt can be passed to a harness as text and as JSON. Raises ValueError that names the location."""
     for place in _find_non_json_values(prompt, "prompt"):
-        raise ValueError(f"{place} has no form in JSON, as which a harness gets its messages: make it text or a number")
+        raise ValueError(
+            f"{place} cannot be encoded as JSON, the format in which a harness receives its messages: convert "
+            "it to a string or a number"
+        )
     content = prompt[-1].get("content") if prompt else None
     if not isinstance(content, str | list | tuple | None):
         raise ValueError(
@@ -143,8 +146,8 @@ def check_task_fits(words: Sequence[str], text: str) -> None:
     if any("{task}" in word and not _is_short_enough(word.replace("{task}", text)) for word in words):
         raise ValueError(
             f"the prompt's last message has {len(as_bytes(text))} bytes, too many for {{task}} in "
-            f"generator.harness.command: the system's limit for a word is {MAX_WORD_BYTES}. Give the program "
-            "{task_file}, the path of a file with it, or leave long rows out"
+            f"generator.harness.command: the system's limit for an argument is {MAX_WORD_BYTES}. Pass the program "
+            "{task_file}, the path of a file with it, or remove long rows"
         )
 
 
@@ -167,7 +170,7 @@ def check_row(row: Mapping[str, Any], with_grade: bool) -> None:
     _check_files("grade.files", grade.get("files"))
     if (grade.get("program") is None) == (grade.get("command") is None):
         raise ValueError(
-            "grade must have either program and tests (the agent's code is run apart from them) or command; got "
+            "grade must have either program and tests (the agent's code runs separately from them) or command; got "
             f"{sorted(name for name, value in grade.items() if value is not None)}"
         )
     if grade.get("program") is not None:
@@ -180,12 +183,14 @@ def check_row(row: Mapping[str, Any], with_grade: bool) -> None:
         or not all(isinstance(path, str) for path in inputs)
     ):
         raise ValueError(f"grade.inputs must be a list of paths in the workspace; got {str(inputs)[:100]!r}")
-    _check_places(list(inputs or []), [path for path, text in (grade.get("files") or {}).items() if text is not None])
+    _check_path_conflicts(
+        list(inputs or []), [path for path, text in (grade.get("files") or {}).items() if text is not None]
+    )
     command = grade.get("command")
     if isinstance(command, str | Mapping) or not isinstance(command, Iterable) or not list(command):
         raise ValueError(
-            f"grade.command must be a list of words, as ['python', 'check.py'] or ['sh', '-c', 'a shell's line']; got "
-            f"{str(command)[:100]!r}"
+            "grade.command must be a list of arguments, such as ['python', 'check.py'] or ['sh', '-c', 'a shell "
+            f"command']; got {str(command)[:100]!r}"
         )
 
 
@@ -194,7 +199,7 @@ def _check_tests(grade: Mapping[str, Any]) -> None:
         raise ValueError(f"grade.program must be a path in the workspace; got {str(grade['program'])[:100]!r}")
     _check_path("grade.program", grade["program"])
     if any(text is not None for text in (grade.get("files") or {}).values()) or grade.get("inputs"):
-        raise ValueError("grade.files and grade.inputs belong to grade.command; grade.program is run alone")
+        raise ValueError("grade.files and grade.inputs can be set only with grade.command, not with grade.program")
     try:
         parse_tests(grade.get("tests"))
     except TaskError as error:
@@ -210,7 +215,7 @@ def _check_files(column: str, files: object) -> None:
         _check_path(column, path)
 
 
-def _check_places(inputs: Sequence[str], files: Sequence[str]) -> None:
+def _check_path_conflicts(inputs: Sequence[str], files: Sequence[str]) -> None:
     """Check that no input path conflicts with a grader's file or folder; otherwise the agent could prevent that file
     from being written."""
     for path in inputs:
@@ -219,8 +224,8 @@ def _check_places(inputs: Sequence[str], files: Sequence[str]) -> None:
             own = split_path(file)
             if given != own and given[: len(own)] == own[: len(given)]:
                 raise ValueError(
-                    "grade.inputs must not lie in, or around, the path of a file of grade.files; got "
-                    f"{path!r} and {file!r}"
+                    f"grade.inputs must not contain, or be contained in, a path of grade.files; got {path!r} and "
+                    f"{file!r}"
                 )
 
 

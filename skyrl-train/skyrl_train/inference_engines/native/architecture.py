@@ -28,15 +28,17 @@ def check_architecture(config: PretrainedConfig, model_path: str) -> None:
     known = _LAYER_TYPES | ({LINEAR_ATTENTION} if text.model_type in MODEL_TYPES else set())
     if other := sorted(set(getattr(text, "layer_types", None) or []) - known):
         kinds = " or ".join(sorted(_LAYER_TYPES))
-        raise build_unfit_error(config, model_path, f"it has layers of {', '.join(other)}, and the engine runs {kinds}")
+        raise build_unfit_error(
+            config, model_path, f"it has layers of {', '.join(other)}, but the engine supports only {kinds}"
+        )
     if getattr(config, "is_encoder_decoder", False):
-        raise build_unfit_error(config, model_path, "it has an encoder, and the engine runs decoders")
+        raise build_unfit_error(config, model_path, "it has an encoder, but the engine supports only decoders")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     # (transformers reports no support for models with linear attention, though their other layers have it.)
     if model_class is None or model_class._supports_attention_backend or text.model_type in MODEL_TYPES:
         return
     raise build_unfit_error(
-        config, model_path, f"{model_class.__name__} of transformers takes no attention but its own"
+        config, model_path, f"{model_class.__name__} of transformers does not allow another attention implementation"
     )
 
 

@@ -63,7 +63,7 @@ class SharedKeys:
         return [int(rows[0]) for rows in self.groups]
 
     @cached_property
-    def _places(self) -> torch.Tensor:
+    def _positions(self) -> torch.Tensor:
         """[B]: position of each row in the concatenated groups."""
         return torch.cat(self.groups).argsort()
 
@@ -84,7 +84,7 @@ class SharedKeys:
             missing = max(0, MIN_ROWS - folded.shape[1])
             answer = compute(first, F.pad(folded, (0, 0, 0, missing)) if missing else folded)
             parts.append(answer[:, : folded.shape[1]].unflatten(1, (len(rows), num_queries)).transpose(0, 1))
-        whole = torch.cat(parts)[self._places]
+        whole = torch.cat(parts)[self._positions]
         return F.pad(whole, (0, 0, 0, of_rows.shape[2] - num_queries))
 
 

@@ -42,9 +42,9 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 def find_unsupported_reason(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return why constraints are unsupported with this tokenizer; None if supported."""
     if find_spec("llguidance") is None:
-        return "constrained answers need the package llguidance; install the extra skyrl-train[constrained]"
+        return "constrained decoding needs the package llguidance; install the extra skyrl-train[constrained]"
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return f"constrained answers need a fast tokenizer; the model's is a {type(tokenizer).__name__}"
+        return f"constrained decoding needs a fast tokenizer; the model's tokenizer is a {type(tokenizer).__name__}"
     return None
 
 
@@ -92,9 +92,7 @@ class AnswerMatcher:
         self._raise_if_failed()
         mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
         if not mask.any():
-            raise ConstraintFailed(
-                "the constraint of the answer asks for text that the model's vocabulary has no token for"
-            )
+            raise ConstraintFailed("the constraint requires text that the model's vocabulary has no token for")
         if num_spaces >= MOST_SPACE and (others := mask & ~self._spaces).any():
             return others
         return mask
@@ -108,9 +106,7 @@ class AnswerMatcher:
 
     def _raise_if_failed(self) -> None:
         if self._matcher.is_error():
-            raise ConstraintFailed(
-                f"the constraint of the answer cannot be followed further: {_get_reason(self._matcher.get_error())}"
-            )
+            raise ConstraintFailed(f"the constraint cannot be continued: {_get_reason(self._matcher.get_error())}")
 
 
 class ConstraintCompiler:
@@ -146,8 +142,8 @@ class ConstraintCompiler:
         matcher = self._compile(constraint).deep_copy()
         if not matcher.consume_tokens(list(answer)):
             raise ValueError(
-                f"the last {len(answer)} tokens of the prompt (num_answer_tokens) contradict the constraint of the "
-                f"answer: {_get_reason(matcher.get_error())}"
+                f"the last {len(answer)} tokens of the prompt (num_answer_tokens) contradict the constraint: "
+                f"{_get_reason(matcher.get_error())}"
             )
         num_spaces = sum(1 for _ in takewhile(lambda token: self._spaces[token], reversed(answer)))
         return AnswerMatcher(matcher, self._vocab_size, self._eos_ids, self._spaces, num_spaces)
@@ -167,7 +163,7 @@ class ConstraintCompiler:
                     constraint.text, overrides={"whitespace_pattern": WHITESPACE}
                 )
             except ValueError as error:
-                raise ValueError(f"the constraint is no JSON schema: {_get_reason(str(error))}") from error
+                raise ValueError(f"the constraint is not a valid JSON schema: {_get_reason(str(error))}") from error
         else:
             grammar = LLMatcher.grammar_from_lark(constraint.text)
         matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0)
@@ -175,7 +171,7 @@ class ConstraintCompiler:
         matcher.compute_bitmask()  # detects unsatisfiable constraints
         if matcher.is_error():
             raise ValueError(
-                f"the {constraint.kind} of the answer's constraint cannot be used: {_get_reason(matcher.get_error())}"
+                f"the {constraint.kind} of the constraint cannot be used: {_get_reason(matcher.get_error())}"
             )
         self._compiled[constraint] = matcher
         if len(self._compiled) > MOST_COMPILED:
@@ -205,11 +201,11 @@ def _build_ll_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos
     try:
         return llguidance.hf.from_tokenizer(tokenizer, size, eos_token=end)  # pyright: ignore[reportArgumentType]
     except ValueError:  # neither byte-level nor byte fallback: each token has its own text
-        words = _Words(tokenizer, eos_ids[0] if eos_ids else 0)
+        words = _TokenBytes(tokenizer, eos_ids[0] if eos_ids else 0)
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(words), n_vocab=size, eos_token=end)
 
 
-class _Words:
+class _TokenBytes:
     """Tokenizer in llguidance's format: the bytes of each token. Partial characters are marked as special tokens, which
     match no text.
     """

@@ -20,7 +20,7 @@ from skyrl_train.inference_engines.native.route_table import build_route_table
 from skyrl_train.inference_engines.native.rows import RowTable
 from skyrl_train.inference_engines.native.runner import ModelRunner
 from skyrl_train.inference_engines.native.sampling import Draw, compute_uniforms, sample
-from skyrl_train.inference_engines.native.speculation import Places, find_drafts
+from skyrl_train.inference_engines.native.speculation import SamplingPositions, find_drafts
 from skyrl_train.inference_engines.native.stop_strings import Decode
 from skyrl_train.inference_engines.native.waiting import Waiting
 from skyrl_train.inference_engines.request import Completion, stack_top_log_probs
@@ -149,8 +149,8 @@ class NativeEngineCore:
             raise ValueError("prompt_token_ids must hold at least one token; got an empty prompt")
         if len(prompt) >= self.max_model_len:
             raise ValueError(
-                f"prompt_token_ids must be shorter than max_model_len={self.max_model_len}, to leave room to answer; "
-                f"got {len(prompt)} tokens. Shorten the prompt or raise max_model_len"
+                f"prompt_token_ids must be shorter than max_model_len={self.max_model_len}, so that at least one "
+                f"token can be generated; got {len(prompt)} tokens. Shorten the prompt or raise max_model_len"
             )
         ids = np.asarray(prompt)
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
@@ -159,7 +159,7 @@ class NativeEngineCore:
         if outside.size:
             raise ValueError(
                 f"prompt_token_ids must be in the vocabulary, 0 to {self.vocabulary - 1}; got {int(outside[0])}; "
-                "is the tokenizer the model's?"
+                "check that the tokenizer belongs to the model"
             )
         return ids.astype(np.int64)
 
@@ -204,7 +204,7 @@ class NativeEngineCore:
         if not self._rows:
             return {}
         drafts = self._propose_drafts(known)
-        places = Places.from_drafts(drafts)
+        places = SamplingPositions.from_drafts(drafts)
         draw = self._sample(self._compute_logits(known, drafts, places), places, drafts)
         if draw.kept is not None:
             self._rows.append_kept(draw.kept)
@@ -453,7 +453,7 @@ class NativeEngineCore:
         return drafts if 2 * sum(map(bool, map(len, drafts))) >= count else none
 
     def _compute_logits(
-        self, known: Mapping[int, torch.Tensor], drafts: Sequence[np.ndarray], places: Places
+        self, known: Mapping[int, torch.Tensor], drafts: Sequence[np.ndarray], places: SamplingPositions
     ) -> torch.Tensor:
         """Compute [N, V] float32 logits after every row's last token and after each draft.
 
@@ -490,7 +490,7 @@ class NativeEngineCore:
             self._routes.put_tokens(positions, self._runner.routes)
         return logits
 
-    def _sample(self, logits: torch.Tensor, places: Places, drafts: Sequence[np.ndarray]) -> Draw:
+    def _sample(self, logits: torch.Tensor, places: SamplingPositions, drafts: Sequence[np.ndarray]) -> Draw:
         """Sample a token at each position."""
         rows, own = self._rows, places.rows
         batch, lengths = rows.get_sampling_batch(self._device), rows.length[own] + places.offsets
@@ -510,7 +510,7 @@ class NativeEngineCore:
             num_top=int(rows.num_top[own].max()),
         )
 
-    def _append(self, places: Places, drafts: Sequence[np.ndarray], draw: Draw) -> Outcomes:
+    def _append(self, places: SamplingPositions, drafts: Sequence[np.ndarray], draw: Draw) -> Outcomes:
         """Append the tokens sampled at accepted positions, up to the one that ends a row.
 
         Returns: the finished requests.
@@ -617,6 +617,6 @@ def _build_completion(
 
 def _build_not_finite_error(request: Request) -> FloatingPointError:
     return FloatingPointError(
-        f"the model's log-probabilities are not finite after a prompt of {len(request.prompt)} tokens: "
-        "its weights hold NaN or infinity, or overflow in this dtype"
+        f"the model's log-probabilities are not finite after a prompt of {len(request.prompt)} tokens: its weights "
+        "contain NaN or infinity, or overflow in this dtype"
     )

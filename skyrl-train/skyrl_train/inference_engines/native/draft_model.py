@@ -59,14 +59,14 @@ class DraftModel:
         limit = get_context_length(model, None)
         if limit < max_length:
             raise ConfigError(
-                f"{name} has a context of {limit} tokens, and the engine of {max_length}: set generator.max_model_len "
-                "(or a longer context of the draft model), or leave it out"
+                f"{name} has a context of {limit} tokens, but the engine has {max_length}: set "
+                "generator.max_model_len (or use a draft model with a longer context), or remove it"
             )
         self._runner = ModelRunner(
             model, max_num_seqs=max_rows, max_length=max_length, max_cache_tokens=None, max_loras=1
         )
         if self._runner.has_states:
-            raise ConfigError(f"{name} has linear attention, whose state cannot go back behind a rejected draft")
+            raise ConfigError(f"{name} has linear attention, whose state cannot be rolled back after a rejected draft")
         self._last_id = model.config.get_text_config().vocab_size - 1
         self._rows: list[_Row] = []
 
@@ -156,7 +156,7 @@ def check_same_tokens(draft: dict[str, int], own: dict[str, int], draft_path: st
     different = sorted(token for token in draft.keys() | own.keys() if draft.get(token) != own.get(token))
     first = different[0]
     raise ConfigError(
-        f"engine_init_kwargs.speculative_model={draft_path} must have the tokens of {own_path}: {len(different):,} "
-        f"differ, such as {first!r} ({draft.get(first)} and {own.get(first)}). Choose a smaller model of the same "
-        "family, or leave it out (tokens are then proposed by prompt lookup)"
+        f"engine_init_kwargs.speculative_model={draft_path} must have the vocabulary of {own_path}: "
+        f"{len(different):,} tokens differ, such as {first!r} ({draft.get(first)} and {own.get(first)}). Choose a "
+        "smaller model of the same family, or remove it (tokens are then proposed by prompt lookup)"
     )

@@ -99,8 +99,9 @@ def _check_sizes(
         )
     if speculative_model is not None and not (num_speculative_tokens and speculative_max_seqs):
         raise ConfigError(
-            f"speculative_model={speculative_model} proposes nothing with num_speculative_tokens="
-            f"{num_speculative_tokens} and speculative_max_seqs={speculative_max_seqs}; set both above 0"
+            f"speculative_model={speculative_model} has no effect with "
+            f"num_speculative_tokens={num_speculative_tokens} and speculative_max_seqs={speculative_max_seqs}; set "
+            "both above 0"
         )
 
 
@@ -117,10 +118,10 @@ def _load_bit_exact_model(model_path: str, num_speculative_tokens: int, **settin
     if has_delta_nets(model.config):
         if num_speculative_tokens:
             raise ConfigError(
-                f"num_speculative_tokens={num_speculative_tokens} cannot go with {model_path}: the state of its "
-                "linear attention cannot go back behind a draft that was wrong. Set it to 0"
+                f"num_speculative_tokens={num_speculative_tokens} cannot be used with {model_path}: the state of its "
+                "linear attention cannot be rolled back after a rejected draft. Set it to 0"
             )
-        logger.info("%s has linear attention: prompts are computed whole, without a prefix cache", model_path)
+        logger.info("%s has linear attention: prompts are computed in full, without a prefix cache", model_path)
     return model
 
 
@@ -472,7 +473,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         self._constraints.close()
         await asyncio.to_thread(self._thread.join, self._command_timeout)
         if self._thread.is_alive():
-            raise WorkerError(f"the native engine's thread did not end within {self._command_timeout:g} seconds")
+            raise WorkerError(f"the native engine's thread did not exit within {self._command_timeout:g} seconds")
 
     # Parsing of requests.
 
@@ -483,8 +484,8 @@ class NativeInferenceEngine(InferenceEngineInterface):
         for name, token in [(name, token) for name, tokens in named.items() for token in tokens]:
             if not 0 <= token < self._core.vocabulary:
                 raise ValueError(
-                    f"sampling parameter {name} must lie in the vocabulary, 0 to {self._core.vocabulary - 1}; "
-                    f"got {token}"
+                    f"sampling parameter {name} must be in the vocabulary, 0 to {self._core.vocabulary - 1}; got "
+                    f"{token}"
                 )
         if seed is None:
             # Negative indices: distinct from requests with an equal explicit seed.
@@ -508,7 +509,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         try:
             return await asyncio.wait_for(asyncio.wrap_future(self._mailbox.post(call)), seconds)
         except TimeoutError as error:
-            raise WorkerError(f"the native engine did not answer within {seconds:g} seconds") from error
+            raise WorkerError(f"the native engine did not respond within {seconds:g} seconds") from error
 
     # The engine's thread.
 

@@ -248,7 +248,7 @@ class Loras:
         if name is None:
             return None
         if name not in self._by_name:
-            known = f"loaded are {', '.join(self._by_name)}" if self._by_name else "none is loaded"
+            known = f"loaded adapters: {', '.join(self._by_name)}" if self._by_name else "no adapters are loaded"
             raise ValueError(f"no adapter named {name!r} is loaded; {known}")
         return self._by_name[name]
 
@@ -263,7 +263,7 @@ class Loras:
         """
         lora = self._by_name.get(request.name) or Lora(request.name, self._free_slot(), 0, 0)
         rank = round_up(max(matrices.rank for matrices in layers.values()), RANK_BLOCK)
-        self._make_room(lora.slot, rank)
+        self._grow_stacks(lora.slot, rank)
         self._by_name[request.name] = self._slots[lora.slot] = lora
         self._serials += 1
         lora.version, lora.serial = request.version, self._serials
@@ -336,7 +336,7 @@ class Loras:
             raise ValueError(f"max_loras={self._max_loras} adapters are loaded ({names}); unload one first")
         return next(slot for slot in range(self._max_loras) if slot not in self._slots)
 
-    def _make_room(self, slot: int, rank: int) -> None:
+    def _grow_stacks(self, slot: int, rank: int) -> None:
         """Grow the stacks: slots in powers of two, ranks to the largest."""
         num_slots = len(self._versions)
         if slot < num_slots and rank <= self._rank:

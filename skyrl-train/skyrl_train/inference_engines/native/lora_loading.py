@@ -19,16 +19,16 @@ _PREFIX = "base_model.model."
 _OF_EXPERT = re.compile(rf"(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<projection>{'|'.join(PROJECTIONS)})")
 _MATRIX = re.compile(rf"{re.escape(_PREFIX)}(?P<layer>.+)\.lora_(?P<kind>[AB])\.weight")
 _MORE_THAN_A_PRODUCT = {
-    "use_dora": "DoRA scales the layer's own weight as well",
+    "use_dora": "DoRA also scales the base layer's weight",
     "lora_bias": "its matrices have biases",
-    "modules_to_save": "it brings whole layers of its own",
-    "trainable_token_indices": "it brings embeddings of its own",
-    "target_parameters": "it adapts parameters that belong to no linear layer, such as fused experts",
-    "layer_replication": "it makes the model deeper",
-    "alora_invocation_tokens": "it applies to a part of the tokens only",
+    "modules_to_save": "it adds full layers",
+    "trainable_token_indices": "it adds embeddings",
+    "target_parameters": "it adapts parameters outside linear layers, such as fused experts",
+    "layer_replication": "it adds layers to the model",
+    "alora_invocation_tokens": "it applies to only some of the tokens",
     "use_qalora": "QALoRA pools its inputs",
     "arrow_config": "Arrow mixes several adapters",
-    "kasa_config": "KaSA changes the layer's own weight as well",
+    "kasa_config": "KaSA also changes the base layer's weight",
     "monteclora_config": "MonteCLoRA samples its matrices",
     "use_bdlora": "its matrices are block-diagonal",
 }
@@ -66,10 +66,10 @@ def read_lora(path: str, model: nn.Module, max_rank: int) -> dict[str, LayerMatr
         elif not _is_the_models(name, tensor, model):
             raise _build_refusal(
                 path,
-                f"its tensor {name} is no matrix of a linear layer, nor the model's own (embeddings have no adapters)",
+                f"its tensor {name} is not a matrix of a linear layer of the model (embeddings have no adapters)",
             )
     if not pairs:
-        raise _build_refusal(path, "it holds no tensor")
+        raise _build_refusal(path, "it contains no tensors")
     modules = dict(model.named_modules())
     layers = {layer: _check_tensor(path, layer, pair, modules, file.config, max_rank) for layer, pair in pairs.items()}
     return _merge_experts(path, layers, modules)
@@ -131,11 +131,11 @@ def _check_config(path: str, config: Mapping[str, object]) -> None:
         if config.get(field):
             raise _build_refusal(path, f"{field}={config[field]!r}: {why}")
     if config.get("bias", "none") != "none":
-        raise _build_refusal(path, f"bias={config['bias']!r}: it brings biases of the model's layers")
+        raise _build_refusal(path, f"bias={config['bias']!r}: it includes biases of the model's layers")
     if not can_be_sent_alone(config.get("init_lora_weights")):
         raise _build_refusal(
             path,
-            f"init_lora_weights={config['init_lora_weights']!r} took a part of the model's weights into the adapter; "
+            f"init_lora_weights={config['init_lora_weights']!r} moved part of the model's weights into the adapter; "
             "save it with peft's path_initial_model_for_weight_conversion",
         )
 
@@ -157,7 +157,7 @@ def _check_tensor(
     rank = a.shape[0]
     if tuple(a.shape) != (rank, num_in) or tuple(b.shape) != (num_out, rank):
         raise _build_refusal(
-            path, f"{layer} takes A [rank, {num_in}] and B [{num_out}, rank]; got {list(a.shape)} and {list(b.shape)}"
+            path, f"{layer} needs A [rank, {num_in}] and B [{num_out}, rank]; got {list(a.shape)} and {list(b.shape)}"
         )
     if rank > max_rank:
         raise _build_refusal(path, f"{layer} has rank {rank}, above the engine's max_lora_rank={max_rank}")
@@ -173,7 +173,7 @@ def _get_layer_features(path: str, layer: str, modules: Mapping[str, nn.Module])
     if match and experts is not None and is_plain(experts):
         num_experts, *shape = get_expert_shape(experts, match["projection"])
         if int(match["expert"]) >= num_experts:
-            raise _build_refusal(path, f"{match['layer']} has {num_experts} experts, and no {layer}")
+            raise _build_refusal(path, f"{match['layer']} has {num_experts} experts, but no {layer}")
         return shape[1], shape[0]
     module = modules.get(layer)
     if module is None:
@@ -182,7 +182,7 @@ def _get_layer_features(path: str, layer: str, modules: Mapping[str, nn.Module])
         raise _build_refusal(path, f"{layer} is a {type(module).__name__}, and only linear layers can have adapters")
     if ".experts." in layer:
         raise _build_refusal(
-            path, f"{layer} is a part of an expert that is a module of its own, which has no adapters here"
+            path, f"{layer} belongs to an expert that is a separate module, for which adapters are not supported"
         )
     return get_features(module)
 

@@ -43,7 +43,7 @@ class PackedLinears:
         """Pack the current weights, if that is faster."""
         with torch.inference_mode():
             weights = [layer.weight.detach() for layer in self.layers]
-            if not is_worth_it(weights):
+            if not is_faster_packed(weights):
                 return
             self.drop()  # freed before the new one is allocated
             whole = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -96,7 +96,7 @@ def pack_linears(model: torch.nn.Module) -> None:
     packed = list(_iter_packed_products(model))
     in_groups = {layer for each in packed for layer in each.layers}
     for layer in model.modules():
-        if type(layer) is torch.nn.Linear and layer not in in_groups and is_worth_it([layer.weight]):
+        if type(layer) is torch.nn.Linear and layer not in in_groups and is_faster_packed([layer.weight]):
             layer.forward = PackedLinears(layer)
             packed.append(layer.forward)
     for each in packed:
@@ -109,7 +109,7 @@ def find_stale_copies(model: torch.nn.Module, sampling: VerificationSample) -> l
     return [names[layer] for each in _iter_packed_products(model) for layer in each.find_stale_layers(sampling)]
 
 
-def is_worth_it(weights: Sequence[torch.Tensor]) -> bool:
+def is_faster_packed(weights: Sequence[torch.Tensor]) -> bool:
     """Return whether layers with these weights are faster when packed."""
     first = weights[0]
     if first.device.type != "cpu" or not can_pack():

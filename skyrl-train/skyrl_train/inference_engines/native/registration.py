@@ -32,7 +32,7 @@ def _check_keywords(keywords: Iterable[str]) -> None:
     for name in keywords:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise ConfigError(f"generator.engine_init_kwargs.{name} is no keyword of the native engine; {hint}")
+            raise ConfigError(f"generator.engine_init_kwargs.{name} is not a parameter of the native engine; {hint}")
 
 
 def _build_keywords(cfg: "SkyRLConfig", _device: str) -> dict[str, Any]:

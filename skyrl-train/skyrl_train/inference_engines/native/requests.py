@@ -84,23 +84,29 @@ class EngineSamplingParams:
         self._check("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
         self._check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number; 1 is off")
         self._check("min_tokens", self.min_tokens >= 0, "at least 0")
-        self._check("stop", all(self.stop), "without empty strings")
+        self._check("stop", all(self.stop), "a list without empty strings")
         for name in ("frequency_penalty", "presence_penalty"):
             self._check(name, -2 <= getattr(self, name) <= 2, "from -2 to 2; 0 is off")
         biased = all(abs(value) <= MAX_BIAS for _, value in self.logit_bias)  # false for NaN
         self._check("logit_bias", biased, f"token ids with values from -{MAX_BIAS:g} to {MAX_BIAS:g}")
         self._check("num_answer_tokens", self.num_answer_tokens >= 0, "at least 0")
         most = MAX_TOP if self.logprobs is None else self.logprobs
-        self._check("logprobs", 0 <= most <= MAX_TOP, f"0 (the token's own), up to {MAX_TOP} likeliest, or None")
+        self._check(
+            "logprobs", 0 <= most <= MAX_TOP, f"0 (the token's own), up to {MAX_TOP} most likely tokens, or None"
+        )
         top = self.prompt_logprobs
-        self._check("prompt_logprobs", top is None or top >= 0, "0, a number of likeliest words, or None")
+        self._check("prompt_logprobs", top is None or top >= 0, "0, a number of most likely tokens, or None")
         if self.return_kept_tokens:
-            self._check("top_k", self.top_k >= 1, "at least 1 with return_kept_tokens, whose sets it bounds")
-            self._check("temperature", not self.is_greedy, "above 0 with return_kept_tokens: nothing is drawn at 0")
+            self._check(
+                "top_k", self.top_k >= 1, "at least 1 with return_kept_tokens, because it bounds the returned sets"
+            )
+            self._check(
+                "temperature", not self.is_greedy, "above 0 with return_kept_tokens: greedy decoding does not sample"
+            )
             penalty = self.repetition_penalty
             self._check("repetition_penalty", penalty == 1, "1 with return_kept_tokens: it changes kept logits")
             for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
-                self._check(name, not getattr(self, name), "left out with return_kept_tokens: it changes kept logits")
+                self._check(name, not getattr(self, name), "unset with return_kept_tokens: it changes kept logits")
             self._check("logprobs", not self.logprobs, "0 or None with return_kept_tokens")
         if self.max_tokens is not None:
             self._check("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
@@ -323,11 +329,11 @@ class Request:
 
     def __post_init__(self) -> None:
         if (self.matcher is None) != (self.params.constraint is None):
-            raise ValueError("a request with a constraint needs its matcher (ConstraintCompiler.matcher)")
+            raise ValueError("a request with a constraint needs a matcher (ConstraintCompiler.matcher)")
         if self.params.num_answer_tokens > len(self.prompt):
             raise ValueError(
                 f"sampling parameter num_answer_tokens={self.params.num_answer_tokens} must be at most the "
-                f"{len(self.prompt)} tokens of the prompt, whose last ones it counts"
+                f"{len(self.prompt)} tokens of the prompt, because it counts the last ones"
             )
         self.key = compute_random_key(*self.seed)
         self.prefix = self.prompt[:-1].tobytes()

@@ -10,7 +10,7 @@ from skyrl_train.inference_engines.constraints import ConstraintFailed
 from skyrl_train.inference_engines.native.attention import KEY_CHUNK, SharedKeys
 from skyrl_train.inference_engines.native.requests import Request
 from skyrl_train.inference_engines.native.sampling import Biases, SamplingBatch
-from skyrl_train.inference_engines.native.speculation import Places
+from skyrl_train.inference_engines.native.speculation import SamplingPositions
 from skyrl_train.inference_engines.native.stop_strings import Decode, StopStringFinder
 
 _NO_TOKEN = -1
@@ -169,7 +169,7 @@ class RowTable:
         return self._shared_keys[count]
 
     def compute_forbidden(
-        self, places: Places, drafts: Sequence[np.ndarray], lengths: np.ndarray, device: torch.device
+        self, places: SamplingPositions, drafts: Sequence[np.ndarray], lengths: np.ndarray, device: torch.device
     ) -> torch.Tensor | None:
         """Compute [N, V], True at tokens that must not be sampled at positions [N]: stop tokens of rows below
         `min_tokens` at these lengths [N], and tokens excluded by constraints. If a constraint permits only stop tokens,

@@ -39,7 +39,7 @@ def find_drafts(tokens: np.ndarray, num: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Places:
+class SamplingPositions:
     """Positions at which a step samples tokens: after a row's tokens, and after each of its drafts.
 
     Args:
@@ -51,7 +51,7 @@ class Places:
     offsets: np.ndarray
 
     @classmethod
-    def from_drafts(cls, drafts: Sequence[np.ndarray]) -> "Places":
+    def from_drafts(cls, drafts: Sequence[np.ndarray]) -> "SamplingPositions":
         """Build the positions of rows with these drafts."""
         sizes = np.array([len(own) + 1 for own in drafts])
         rows = np.repeat(np.arange(len(drafts)), sizes)

@@ -1,4 +1,4 @@
-"""Search for stop strings in text that arrives one token at a time, across token borders."""
+"""Search for stop strings in text that arrives one token at a time, across token boundaries."""
 
 from collections.abc import Callable
 

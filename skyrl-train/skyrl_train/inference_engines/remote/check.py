@@ -47,8 +47,8 @@ async def _check_vocabulary(engine: RemoteInferenceEngine) -> None:
     if info.vocab_size != config.vocab_size:
         raise ConfigError(
             f"{_SETTING}: the server at {engine.url} takes token ids below {info.vocab_size}; the vocabulary of "
-            f"{engine.model_name} has {config.vocab_size}: another model under this name? Start it with:\n"
-            f"{_suggest_command(engine)}"
+            f"{engine.model_name} has {config.vocab_size}: it may serve another model under this name. Start it "
+            f"with:\n{_suggest_command(engine)}"
         )
 
 
@@ -59,9 +59,10 @@ async def _check_tokenizer(engine: RemoteInferenceEngine, tokenizer: PreTrainedT
         theirs = await engine.tokenize(text)
         if ours != theirs:
             raise ConfigError(
-                f"{_SETTING}: the tokenizer of the server at {engine.url} is not that of {engine.model_name}: {text!r} "
-                f"is {_list_some(theirs)} there and {_list_some(ours)} here. Start it with the trainer's folder, or "
-                f"{engine.protocol.tokenizer_option} of its tokenizer:\n{_suggest_command(engine)}"
+                f"{_SETTING}: the tokenizer of the server at {engine.url} differs from that of {engine.model_name}: "
+                f"{text!r} is {_list_some(theirs)} there and {_list_some(ours)} here. Start it with the trainer's "
+                f"model folder, or with {engine.protocol.tokenizer_option} set to its "
+                f"tokenizer:\n{_suggest_command(engine)}"
             )
 
 

@@ -45,9 +45,9 @@ class ServerRefused(ServerError):
 
 
 def _build_unreachable_error(url: str, said: str, has_key: bool) -> ConfigError:
-    sent = "does not take the key that it was sent" if has_key else "asks for a key, and none is set"
+    sent = "rejected the key" if has_key else "requires a key, but none is set"
     return ConfigError(
-        f"the server at {url} {sent} (status 401: {said}). Put its key into a file and give the path as "
+        f"the server at {url} {sent} (status 401: {said}). Put the key into a file and set its path as "
         "generator.remote_inference_engine_api_key_file, or set SKYRL_ENGINE_API_KEY"
     )
 
@@ -65,7 +65,7 @@ def normalize_server_url(url: str) -> str:
         parsed = None
     if parsed is None or parsed.scheme not in ("http", "https") or not parsed.host:
         raise ConfigError(
-            f"generator.remote_inference_engine_urls must hold host:port or http(s) addresses; got {url!r}"
+            f"generator.remote_inference_engine_urls must contain host:port or http(s) addresses; got {url!r}"
         )
     return full.rstrip("/")
 
@@ -137,13 +137,13 @@ class ServerConnection:
             raise WorkerError(late + await asyncio.to_thread(write_explanation, late)) from None
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise WorkerError(
-                f"the server at {self.url} cannot be reached ({error or type(error).__name__}): "
-                "is it running, and is generator.remote_inference_engine_urls right?"
+                f"the server at {self.url} cannot be reached ({error or type(error).__name__}): check that it is "
+                "running and that generator.remote_inference_engine_urls is correct"
             ) from None
         except httpx.TransportError as error:
             raise WorkerError(
                 f"the server at {self.url} ended the connection during {method} {path} "
-                f"({error or type(error).__name__}): did it die?"
+                f"({error or type(error).__name__}): it may have crashed"
             ) from None
         if response.status_code == 401:
             raise _build_unreachable_error(self.url, _extract_error_text(response), self._api_key is not None)

@@ -20,9 +20,10 @@ GUARD = f"{__name__}.KeyGuard"
 _OPEN_TO_ALL = ("/health", "/ping")
 """Routes without a key: health checks of process supervisors, which disclose nothing else."""
 _NO_KEY = (
-    f"this server was started without a key ({ENGINE_API_KEY}, or --api-key-file), so it answers its own machine only"
+    f"this server was started without a key ({ENGINE_API_KEY}, or --api-key-file), so it accepts only "
+    "requests from its own machine"
 )
-_WRONG_KEY = "the key is not the server's; send it as `Authorization: Bearer KEY`"
+_WRONG_KEY = "the key is wrong; send the server's key as `Authorization: Bearer KEY`"
 
 
 class KeyGuard:
@@ -34,14 +35,14 @@ class KeyGuard:
         self._expected = None if key is None else key.encode()
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        if scope["type"] == "lifespan" or scope["path"] in _OPEN_TO_ALL or self._is_let_in(scope):
+        if scope["type"] == "lifespan" or scope["path"] in _OPEN_TO_ALL or self._is_authorized(scope):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             await _build_refusal(send, _NO_KEY if self._expected is None else _WRONG_KEY)
 
-    def _is_let_in(self, scope: "Scope") -> bool:
+    def _is_authorized(self, scope: "Scope") -> bool:
         if self._expected is None:
             return scope.get("client") is not None and is_loopback(scope["client"][0])
         scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
@@ -68,9 +69,9 @@ def read_key_file(path: str, setting: str) -> str:
     try:
         words = Path(path).expanduser().read_text().split()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{setting}={path} must be a file with a key in it: {type(error).__name__}") from None
+        raise ConfigError(f"{setting}={path} must be a file that contains a key: {type(error).__name__}") from None
     if len(words) != 1 or not words[0].isascii() or not words[0].isprintable():
-        raise ConfigError(f"{setting}={path} must hold one line of printable ASCII without spaces: the key")
+        raise ConfigError(f"{setting}={path} must contain the key as one line of printable ASCII without spaces")
     return words[0]
 
 

@@ -15,7 +15,7 @@ from skyrl_train.inference_engines.request import Completion
 from skyrl_train.types import JsonObject
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
-NO_STREAMS = "this client asks servers for whole answers"
+NO_STREAMS = "this client does not stream responses of servers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +139,8 @@ def parse_version(said: Any, url: str) -> int:
         return int(said)
     except ValueError:
         raise WorkerError(
-            f"the server at {url} says that its weights have version {said!r}; versions are numbers here: "
-            "start it again, or set its version by POST /update_weight_version"
+            f"the server at {url} reports weight version {said!r}, which is not a number: restart it, or set the "
+            "version with POST /update_weight_version"
         ) from None
 
 
@@ -148,7 +148,7 @@ def parse_token_versions(spans: list[JsonObject] | None, num_tokens: int, url: s
     """Parse `[{version, start, end}]` to one version per token."""
     versions = [parse_version(span["version"], url) for span in spans or [] for _ in range(span["start"], span["end"])]
     if len(versions) != num_tokens:
-        raise WorkerError(f"the server at {url} gave versions for {len(versions)} of {num_tokens} tokens")
+        raise WorkerError(f"the server at {url} reported weight versions of {len(versions)} of {num_tokens} tokens")
     return versions
 
 
@@ -163,6 +163,6 @@ def read_vocab_size(model: str, url: str) -> int:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"generator.remote_inference_engine_urls: the server at {url} serves {model}, whose config.json cannot be "
-            f"read here ({str(error).splitlines()[0]}); its vocabulary must be known. Serve the model under a path or "
-            "a name that this machine knows as well"
+            f"read here ({str(error).splitlines()[0]}), so its vocabulary is unknown. Serve the model under a path or "
+            "name that is available on this machine"
         ) from error

@@ -112,7 +112,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
                 if isinstance(error, ConfigError):
                     raise
                 raise ConfigError(
-                    f"generator.remote_inference_engine_urls: the server at {self.url} answers, but not as a "
+                    f"generator.remote_inference_engine_urls: the server at {self.url} does not respond like a "
                     f"{backend or 'rollout'} engine ({type(error).__name__}: {error})"
                 ) from error
         finally:
@@ -126,9 +126,9 @@ class RemoteInferenceEngine(InferenceEngineInterface):
             is_open = not await self._server.check_key_required("/server_info")
         if is_open:
             logger.warning(
-                f"the server at {self.url} asks nobody for a key at its control routes: whoever reaches it may call "
-                "any method of its workers. Start it as docs/engines.md tells (serve_vllm --api-key-file, sglang "
-                "--api-key)"
+                f"the server at {self.url} does not require a key on its control routes, so anyone who can reach it "
+                "can call any method of its workers. Start it as described in docs/engines.md (serve_vllm "
+                "--api-key-file, sglang --api-key)"
             )
 
     @property
@@ -207,7 +207,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
             raise ValueError("a prompt needs at least one token")
         if len(prompt) >= info.max_model_len:
             raise ValueError(
-                f"a prompt of {len(prompt)} tokens leaves no room for an answer in the context of "
+                f"a prompt of {len(prompt)} tokens leaves no room for a completion in the context of "
                 f"{info.max_model_len} at {self.url}"
             )
         _check_ids("a prompt's token ids", prompt, info.vocab_size)
@@ -219,11 +219,13 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         if params.stop:
             self._check_supported("stop_strings")
         if self._asleep:
-            raise RuntimeError(f"the server at {self.url} sleeps ({', '.join(sorted(self._asleep))}); wake it up first")
+            raise RuntimeError(
+                f"the server at {self.url} is asleep ({', '.join(sorted(self._asleep))}); wake it up first"
+            )
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         if self._tokenizer is None:
-            raise ValueError("this remote engine was made without a tokenizer: for weights alone")
+            raise ValueError("this remote engine was created without a tokenizer, for weight sync only")
         text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
@@ -252,7 +254,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
                     return await self._running.wait_until_idle(of_any=True)
             await self.abort_generation()
         logger.warning(
-            f"the server at {self.url} did not end {len(self._running)} requests within "
+            f"the server at {self.url} did not finish {len(self._running)} requests within "
             f"{_LATE_TRIES * _LATE_SECONDS:g} s of pause_generation('abort'); they wait for the resume"
         )
 
@@ -391,8 +393,8 @@ async def get_server_kind(server: ServerConnection) -> str:
         if protocol.is_served_by(said):
             return name
     raise ConfigError(
-        f"generator.remote_inference_engine_urls: {server.url} answers, but is neither a vLLM nor an SGLang server "
-        "(no /version, no /model_info); is it the right port?"
+        f"generator.remote_inference_engine_urls: {server.url} responds, but is neither a vLLM nor an SGLang server "
+        "(no /version, no /model_info); check the port"
     )
 
 
@@ -417,4 +419,4 @@ def _cache_key(version: int, adapter: str | None) -> str:
 def _check_ids(what: str, ids: Sequence[int], vocabulary: int) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
         wrong = next(token for token in ids if not 0 <= token < vocabulary)
-        raise ValueError(f"{what} must lie in the vocabulary, 0 to {vocabulary - 1}; got {wrong}")
+        raise ValueError(f"{what} must be in the vocabulary, 0 to {vocabulary - 1}; got {wrong}")

@@ -62,7 +62,7 @@ class SGLangProtocol(ServerProtocol):
         if not self._seeds_work:
             unsupported["seed"] = (
                 f"the server at {self.server.url} was started without --enable-deterministic-inference, which SGLang "
-                "has for GPUs alone (sglang/srt/arg_groups/overrides.py, _deterministic_attention_backend)"
+                "supports only on GPUs (sglang/srt/arg_groups/overrides.py, _deterministic_attention_backend)"
             )
         if not said.get("enable_lora"):
             unsupported["lora"] = f"the server at {self.server.url} was started without --enable-lora"
@@ -71,11 +71,13 @@ class SGLangProtocol(ServerProtocol):
         unsupported["answer_tokens"] = ANSWER_FROM_START
         unsupported["streaming"] = NO_STREAMS
         unsupported["grammar"] = (
-            "SGLang takes JSON schemas; tool_choice and thoughts before JSON are grammars in another library's words"
+            "SGLang accepts JSON schemas; tool_choice and reasoning before JSON need grammars in another format"
         )
         if said.get("grammar_backend") == "none":
             unsupported["json_schema"] = f"the server at {self.server.url} was started with --grammar-backend none"
-        unsupported["prompt_top_log_probs"] = "this client asks SGLang for the log-probs of a prompt's own tokens alone"
+        unsupported["prompt_top_log_probs"] = (
+            "this client requests from SGLang only the log-probs of the prompt's own tokens"
+        )
         unsupported["broadcast"] = f"the server at {self.server.url} has no weight loader of ours; it takes checkpoints"
         self._vocab_size = read_vocab_size(model["model_path"], self.server.url)
         info = EngineInfo(
@@ -130,9 +132,9 @@ class SGLangProtocol(ServerProtocol):
             log_probs = await self._compute_scores(prompt + ids, len(prompt), params, adapter, cache_key)
             if {*versions} != {await self.get_weight_version()}:
                 raise UnsupportedByEngine(
-                    f"the weights of the SGLang server at {self.server.url} changed while it wrote an answer with "
-                    "penalties, logit_bias, a constraint or min_tokens, whose log-probs it can tell only afterwards; "
-                    "ask for logprobs=None"
+                    f"the weights of the SGLang server at {self.server.url} changed during a completion with "
+                    "penalties, logit_bias, a constraint or min_tokens, whose log-probs can only be computed "
+                    "afterwards; set logprobs=None"
                 )
         prompt_log_probs: list[float] = []
         if params.prompt_logprobs is not None:
@@ -218,18 +220,18 @@ class SGLangProtocol(ServerProtocol):
             )
         if params.constraint is not None and params.constraint.kind != "json_schema":
             raise UnsupportedByEngine(
-                f"the SGLang server at {self.server.url} takes a constraint as a JSON schema alone"
+                f"the SGLang server at {self.server.url} accepts constraints only as JSON schemas"
             )
         if params.logprobs and _is_penalized(params):
             raise UnsupportedByEngine(
-                f"the SGLang server at {self.server.url} tells likeliest tokens after penalties, biases and "
-                "constraints; ask for logprobs=0 with them"
+                f"the SGLang server at {self.server.url} reports the most likely tokens after penalties, biases and "
+                "constraints; set logprobs=0 with them"
             )
         if params.repetition_penalty != 1.0 and not self._warned:
             self._warned = True
             logger.warning(
-                f"the SGLang server at {self.server.url} counts repetitions in answers alone, not in prompts "
-                "(sglang/srt/sampling/penaltylib/repetition_penalty.py): answers differ from those of other engines"
+                f"the SGLang server at {self.server.url} counts repetitions only in completions, not in prompts "
+                "(sglang/srt/sampling/penaltylib/repetition_penalty.py): completions differ from other engines"
             )
 
     async def tokenize(self, text: str) -> list[int]:

@@ -65,16 +65,16 @@ class VLLMProtocol(ServerProtocol):
             ) from None
         except ServerError as error:
             raise ConfigError(
-                f"{error}\nvLLM lists the packages of its environment there, by pip or by a uv on PATH: the server at "
-                f"{url} needs one of them (uv pip install pip), then start it again"
+                f"{error}\nvLLM lists the packages of its environment with pip or uv: install one of them for the "
+                f"server at {url} (uv pip install pip) and restart it"
             ) from error
         config, variables = said["vllm_config"], said["vllm_env"]
         model, parallel = config["model_config"], config["parallel_config"]
         if config.get("speculative_config"):
             raise ConfigError(
                 f"generator.remote_inference_engine_urls: the server at {url} decodes speculatively, and vLLM then "
-                "reports log-probs without the temperature, which training would take for the policy's; start it "
-                f"without --speculative-config:\n{start_command(model['model'], url)}"
+                "reports log-probs without the temperature, which training would use as the policy's log-probs; "
+                f"start it without --speculative-config:\n{start_command(model['model'], url)}"
             )
         models = (await self.server.get("/v1/models"))["data"]
         base = [entry for entry in models if entry.get("parent") is None]
@@ -288,7 +288,7 @@ def _find_unsupported(url: str, config: Any, variables: JsonObject, is_extended:
     if config.get("structured_outputs_config", {}).get("backend") != GRAMMAR_BACKEND:
         unsupported["grammar"] = (
             f"the server at {url} was started without --structured-outputs-config.backend {GRAMMAR_BACKEND}, which "
-            "tool_choice and thoughts before JSON need"
+            "tool_choice and reasoning before JSON need"
         )
     if not is_extended:
         reason = f"the server at {url} was started without --worker-extension-cls {EXTENSION}"
@@ -304,9 +304,9 @@ def _find_unsupported(url: str, config: Any, variables: JsonObject, is_extended:
         )
     elif not is_extended and (not lora["target_modules"] or "lm_head" in lora["target_modules"]):
         reason = (
-            f"the server at {url} holds adapters of the LM head as well, which end vLLM at prompts' log-probs "
-            "(vllm/lora/layers/logits_processor.py); start it with --lora-target-modules q_proj k_proj v_proj "
-            "o_proj gate_proj up_proj down_proj"
+            f"the server at {url} also has adapters of the LM head, which make vLLM crash when it computes prompt "
+            "log-probs (vllm/lora/layers/logits_processor.py); start it with --lora-target-modules q_proj k_proj "
+            "v_proj o_proj gate_proj up_proj down_proj"
         )
         unsupported["prompt_log_probs"] = unsupported["prompt_top_log_probs"] = reason
     if not config["model_config"]["enable_sleep_mode"]:
@@ -344,7 +344,7 @@ def _merge_reports(reports: list[dict[str, int]], url: str) -> dict[str, int]:
     for report in reports:
         for name, value in report.items():
             if together.setdefault(name, value) != value:
-                raise WeightSyncError(f"the worker processes of the server at {url} hold different values of {name}")
+                raise WeightSyncError(f"the worker processes of the server at {url} have different values of {name}")
     return together
 
 

@@ -29,9 +29,7 @@ def build_server_arguments(settings: EngineSettings) -> dict[str, object]:
     if settings.engine_init_kwargs:
         _check_names(settings.engine_init_kwargs)
     if settings.fully_sharded_loras:
-        raise ConfigError(
-            "generator.fully_sharded_loras=true is for generator.backend=vllm: SGLang has no such setting"
-        )
+        raise ConfigError("generator.fully_sharded_loras=true is supported only by generator.backend=vllm")
     on_cpu = settings.device == "cpu"
     arguments: dict[str, object] = {
         "model_path": settings.model_path,
@@ -87,4 +85,4 @@ def _check_names(engine_init_kwargs: Mapping[str, object]) -> None:
     for name in engine_init_kwargs:
         if name not in known:
             hint = did_you_mean(name, known, otherwise="see `python -m sglang.launch_server --help`")
-            raise ConfigError(f"generator.engine_init_kwargs.{name} is no setting of SGLang's; {hint}")
+            raise ConfigError(f"generator.engine_init_kwargs.{name} is not a setting of SGLang; {hint}")

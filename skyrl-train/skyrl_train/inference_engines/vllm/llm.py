@@ -80,7 +80,7 @@ class LLMProcesses:
             with waiting(f"vLLM's reply to {what}", deadline=limit):
                 return await self.run(asyncio.wait_for(coroutine, limit))
         except TimeoutError as error:
-            late = f"the vllm engine did not answer {what} within {limit:g} seconds"
+            late = f"the vllm engine did not respond to {what} within {limit:g} seconds"
             raise WorkerError(late + await asyncio.to_thread(write_explanation, late)) from error
         except EngineDeadError as error:
             raise self.build_crash_error(error) from error
@@ -96,7 +96,7 @@ class LLMProcesses:
         if self._closed:
             return WorkerError(_CLOSED)
         cause = "" if error is None else f" ({type(error).__name__}: {error})"
-        return WorkerError(f"vLLM's engine process died{cause}; why, its log says: the output of this process")
+        return WorkerError(f"vLLM's engine process crashed{cause}; see its log in the output of this process")
 
     # ---- in the engine's loop
 
@@ -150,7 +150,7 @@ async def _start(arguments: Any) -> "AsyncLLM":
     try:
         config = arguments.create_engine_config()
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise ConfigError(f"vLLM refuses these engine settings: {error}") from error
+        raise ConfigError(f"vLLM rejected these engine settings: {error}") from error
     try:
         from vllm.v1.executor import Executor
 
@@ -158,4 +158,4 @@ async def _start(arguments: Any) -> "AsyncLLM":
         return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
     except (RuntimeError, TimeoutError, OSError) as error:
         why = write_explanation("vLLM did not start in time") if isinstance(error, TimeoutError) else ""
-        raise WorkerError(f"vLLM did not start{why}: {error} Its log is the output of this process") from error
+        raise WorkerError(f"vLLM did not start{why}: {error} See its log in the output of this process") from error

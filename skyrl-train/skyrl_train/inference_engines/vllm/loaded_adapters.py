@@ -50,8 +50,8 @@ class LoadedAdapters:
         llm = self._processes.llm
         if self._most is not None and len(await llm.list_loras()) >= self._most:
             raise UnsupportedByEngine(
-                f"{self._most} adapters are loaded or still answer, the most for vLLM on a CPU; "
-                "unload one, or raise generator.engine_init_kwargs.max_loras"
+                f"{self._most} adapters are loaded or have running requests, the maximum for vLLM on a CPU; unload "
+                "one, or raise generator.engine_init_kwargs.max_loras"
             )
         self._num_loaded += 1
         number = self._num_loaded

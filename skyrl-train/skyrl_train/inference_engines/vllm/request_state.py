@@ -92,7 +92,7 @@ class RequestState:
 
     def _end(self, finish_reason: str | None) -> None:
         if finish_reason not in ("stop", "length", "abort"):
-            raise RuntimeError(f"vLLM ended a request with {finish_reason!r}")
+            raise RuntimeError(f"vLLM finished a request with {finish_reason!r}")
         self.stop_reason = finish_reason
 
     def _get_label(self, spans: list) -> None:
@@ -101,7 +101,9 @@ class RequestState:
             return
         self.weight_versions = [parse_version(span.version) for span in spans for _ in range(span.start, span.end)]
         if len(self.weight_versions) != len(self.token_ids):
-            raise RuntimeError(f"vLLM told the versions of {len(self.weight_versions)} of {len(self.token_ids)} tokens")
+            raise RuntimeError(
+                f"vLLM reported the weight versions of {len(self.weight_versions)} of {len(self.token_ids)} tokens"
+            )
 
 
 def parse_version(label: str) -> int:

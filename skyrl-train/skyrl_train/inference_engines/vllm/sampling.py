@@ -20,8 +20,8 @@ SMALLEST_TEMPERATURE = 0.01
 
 
 ANSWER_FROM_START = (
-    "constraints and penalties begin with the engine's own first token; the native engine alone goes on behind those "
-    "of the prompt"
+    "constraints and penalties start at the first generated token; only the native engine can continue those of the "
+    "prompt"
 )
 
 
@@ -31,13 +31,13 @@ def check_and_split_seed(given: SamplingKeywords) -> tuple[EngineSamplingParams,
     """
     params, seed = split_seed(given)
     if params.return_kept_tokens:
-        raise UnsupportedByEngine("return_kept_tokens: the native engine alone returns the tokens that truncation kept")
+        raise UnsupportedByEngine("return_kept_tokens: only the native engine returns the tokens kept by truncation")
     if params.num_answer_tokens and params.depends_on_answer:
         raise UnsupportedByEngine(f"num_answer_tokens={params.num_answer_tokens}: {ANSWER_FROM_START}")
     if not params.is_greedy and params.temperature < SMALLEST_TEMPERATURE:
         raise ValueError(
-            f"sampling parameter temperature must be 0 (greedy) or at least {SMALLEST_TEMPERATURE}, which vLLM takes "
-            f"smaller ones for; got {params.temperature!r}"
+            f"sampling parameter temperature must be 0 (greedy) or at least {SMALLEST_TEMPERATURE}, because vLLM "
+            f"raises smaller values to it; got {params.temperature!r}"
         )
     return params, seed
 

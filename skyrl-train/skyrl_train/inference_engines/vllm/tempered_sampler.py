@@ -50,7 +50,9 @@ def apply_temperature_to_log_probs(runner: Any) -> None:
             (runner, "num_prompt_logprobs"),
         )
     ):
-        raise RuntimeError("this vLLM's sampler cannot be made to report log softmax(logits / temperature)")
+        raise RuntimeError(
+            "the sampler of this vLLM release cannot be changed to report log softmax(logits / temperature)"
+        )
     if sampler.logprobs_mode != "raw_logprobs":
         raise RuntimeError(f"logprobs_mode must be raw_logprobs; got {sampler.logprobs_mode}")
     state = _SamplerState()

@@ -59,7 +59,7 @@ class DeepSpeedBackend(TransformersBackend):
             self._make_engine(settings)
         if is_first:
             logger.info(
-                "DeepSpeed stage %d holds the %s on %d ranks; on each:\n%s",
+                "DeepSpeed stage %d shards the %s over %d ranks; memory per rank:\n%s",
                 self.stage,
                 self.name,
                 self.parallel.world_size,

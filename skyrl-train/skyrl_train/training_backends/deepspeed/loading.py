@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from skyrl_train.distributed.broadcast import broadcast_buffers
-from skyrl_train.distributed.zero_parameter import get_whole_shape, is_zero_parameter
+from skyrl_train.distributed.zero_parameter import get_full_shape, is_zero_parameter
 from skyrl_train.models.weight_files import WeightFiles
 from skyrl_train.training_backends.deepspeed.engine_settings import JsonSection
 from skyrl_train.training_backends.deepspeed.partitions import ZeroInit, ZeroParameter, get_zero_part
@@ -72,7 +72,7 @@ def read_parameter(files: WeightFiles, name: str, parameter: ZeroParameter) -> N
     if part.size == 0:
         return
     # A shard is a range of the flattened parameter, which may start and end within rows.
-    row = max(1, get_whole_shape(parameter)[1:].numel())
+    row = max(1, get_full_shape(parameter)[1:].numel())
     start, end = part.offset // row, -(-(part.offset + part.size) // row)
     numbers = files.read(name, start, end).reshape(-1).narrow(0, part.offset - start * row, part.size)
     part.get_from_flat(parameter.ds_tensor.data).copy_(numbers)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from skyrl_train.distributed.zero_parameter import get_whole_shape, is_zero_parameter
+from skyrl_train.distributed.zero_parameter import get_full_shape, is_zero_parameter
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -41,7 +41,7 @@ class Part:
         """Return the part of a flat tensor, as a view."""
         return flat.view(-1).narrow(0, self.start, self.size)
 
-    def get_from_whole(self, whole: torch.Tensor) -> torch.Tensor:
+    def slice_parameter(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the part of a whole parameter."""
         return whole.reshape(-1).narrow(0, self.offset, self.size)
 
@@ -103,9 +103,9 @@ def gather_from_parts(
     flat: torch.Tensor, part: Part | None, parameter: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
     """Gather a parameter from the parts in the ranks' flat tensors, on the device. A collective."""
-    whole = torch.zeros(get_whole_shape(parameter), dtype=flat.dtype, device=device)
+    whole = torch.zeros(get_full_shape(parameter), dtype=flat.dtype, device=device)
     if part is not None:
-        part.get_from_whole(whole).copy_(part.get_from_flat(flat))
+        part.slice_parameter(whole).copy_(part.get_from_flat(flat))
     if is_zero_parameter(parameter) or hasattr(parameter, "_hp_mapping"):
         # Parts do not overlap: each element is a sum of itself and zeros, exact in any order.
         dist.all_reduce(whole)
@@ -126,13 +126,13 @@ def write_parameter(engine: Engine, parameter: ZeroParameter, whole: torch.Tenso
     """
     if is_zero_parameter(parameter):
         part = get_zero_part(parameter)
-        part.get_from_flat(parameter.ds_tensor.data).copy_(part.get_from_whole(whole))
+        part.get_from_flat(parameter.ds_tensor.data).copy_(part.slice_parameter(whole))
     else:
         parameter.data.copy_(whole)
     if is_trained(engine) and parameter.requires_grad:
         flat, part = get_flat_weights(engine, parameter), find_part_in_optimizer(engine, parameter)
         if part is not None and flat is not parameter:
-            part.get_from_flat(flat.data).copy_(part.get_from_whole(whole))
+            part.get_from_flat(flat.data).copy_(part.slice_parameter(whole))
 
 
 def free_gathered_parameters(engine: Engine) -> None:

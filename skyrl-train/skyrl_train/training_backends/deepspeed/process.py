@@ -25,11 +25,11 @@ _FEATURES = {
     (
         constants,
         "MANAGED_GRADIENT_ACCUMULATION",
-    ): "before 0.19.4, stages 1 and 2 keep the gradient of the last micro-batch of a step alone",
+    ): "before 0.19.4, stages 1 and 2 keep only the gradient of the last micro-batch of a step",
     (
         utils,
         "is_invalid_grad_norm",
-    ): "stages 1 to 3 take a gradient that is not finite for one of norm 1, and step on it",
+    ): "stages 1 to 3 treat a non-finite gradient as one of norm 1 and step on it",
 }
 """Names in DeepSpeed's modules whose absence indicates a bug that gives wrong numbers -> the bug."""
 
@@ -60,7 +60,7 @@ def join_deepspeed(device: torch.device, timeout_seconds: float) -> None:
     if accelerator.device_name() != device.type:
         name = accelerator.device_name()
         raise ConfigError(
-            f"DeepSpeed computes on {name} in this process, and the model on {device.type}: set the environment "
+            f"DeepSpeed computes on {name} in this process, but the model is on {device.type}: set the environment "
             f"variable DS_ACCELERATOR={device.type}, or trainer.placement.device={name}"
         )
     # DeepSpeed 0.19 calls collectives by the names they had before torch 2.13, which warns at each call.

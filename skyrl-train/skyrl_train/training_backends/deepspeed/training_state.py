@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from skyrl_train.distributed.zero_parameter import get_whole_shape
+from skyrl_train.distributed.zero_parameter import get_full_shape
 from skyrl_train.models.build import iter_trained_parameters
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
@@ -45,7 +45,7 @@ def load_training_state(engine: Engine, model: ScoringModel | ValueModel, files:
     states = engine.basic_optimizer.state
     steps: dict[torch.Tensor, torch.Tensor] = {}
     for name, parameter in iter_trained_parameters(model):
-        shape = get_whole_shape(parameter)
+        shape = get_full_shape(parameter)
         write_parameter(engine, parameter, files.read(name, shape))
         flat, part = get_flat_weights(engine, parameter), find_part_in_optimizer(engine, parameter)
         if f"{name}/step" in files:
@@ -56,7 +56,7 @@ def load_training_state(engine: Engine, model: ScoringModel | ValueModel, files:
             for moment in MOMENTS:
                 whole = files.read(f"{name}/{moment}", shape)
                 if part is not None:
-                    part.get_from_flat(states[flat][moment]).copy_(part.get_from_whole(whole))
+                    part.get_from_flat(states[flat][moment]).copy_(part.slice_parameter(whole))
     for flat, step in steps.items():
         states[flat]["step"].copy_(step)
     for flat in set(states) - set(steps):

@@ -16,7 +16,7 @@ from skyrl_train.training_backends.fsdp2.sharding import (
     clip_grad_norm,
     get_non_file_values,
     load_from_files,
-    load_whole_state,
+    load_full_state,
     reshard,
     shard_model,
 )
@@ -124,7 +124,7 @@ class FSDP2Backend(TransformersBackend):
     def _load_values(self, files: WeightFiles | None, values: dict[str, torch.Tensor]) -> None:
         """Load weights into the model from files, or from a state dict of rank 0. A collective."""
         if files is None:
-            load_whole_state(self.model, values, self.settings.fsdp_config, self.device)
+            load_full_state(self.model, values, self.settings.fsdp_config, self.device)
             return
         with closing(files):
             load_from_files(self.model, self.transformer, files, values, self.settings.fsdp_config, self.device)

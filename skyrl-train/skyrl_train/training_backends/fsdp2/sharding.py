@@ -53,7 +53,7 @@ def shard_model(
 
     Args:
         model: trained parameters in float32, on the CPU or the mesh's device, the same on every rank; or (on some
-            ranks) on the meta device, for `load_from_files` or `load_whole_state`.
+            ranks) on the meta device, for `load_from_files` or `load_full_state`.
 
     Raises:
         ConfigError: with `bf16`, a parameter that stays float32 cannot be grouped separately from parameters that are
@@ -99,7 +99,7 @@ def _copy_view(module: nn.Module, inputs: Any, output: Any) -> Any:
     return output.clone() if isinstance(output, torch.Tensor) and output._base is not None else output
 
 
-def load_whole_state(model: nn.Module, whole: dict[str, Any], config: FSDPConfig, device: torch.device) -> None:
+def load_full_state(model: nn.Module, whole: dict[str, Any], config: FSDPConfig, device: torch.device) -> None:
     """Scatter an unsharded model of rank 0 to all ranks, parameter by parameter. A collective.
 
     Args:

@@ -32,12 +32,12 @@ from skyrl_train.training_backends.checkpoint import StateFiles
 from skyrl_train.training_backends.megatron.certificate import verify_model
 from skyrl_train.training_backends.megatron.groups import setup_groups
 from skyrl_train.training_backends.megatron.layout import ParallelSizes, check_world
-from skyrl_train.training_backends.megatron.loading import build_whole, from_first_rank, get_whole_weights
+from skyrl_train.training_backends.megatron.loading import build_full_model, from_first_rank, get_full_weights
 from skyrl_train.training_backends.megatron.model import (
     HiddenStatesModel,
     build_stage,
     get_stage_layers,
-    get_word_shard,
+    get_vocabulary_shard,
 )
 from skyrl_train.training_backends.megatron.optimizer import StageOptimizer
 from skyrl_train.training_backends.megatron.pipeline import Part, Pipeline, from_last_stage
@@ -110,7 +110,7 @@ class MegatronBackend(TrainingBackend):
     def load_model(self) -> None:
         """Build this rank's part, distribute the weights read by rank 0, and verify them."""
         torch.manual_seed(self.cfg.trainer.seed)
-        model = build_whole(self.cfg, self.name, self._path, with_weights=False)
+        model = build_full_model(self.cfg, self.name, self._path, with_weights=False)
         self._transformer = get_transformer(model)
         config, layout = self._transformer.config, self.layout
         check_model_config(config, self.settings, f"trainer.{self.name}")
@@ -143,7 +143,7 @@ class MegatronBackend(TrainingBackend):
             self.stage,
             self.config,
             map_sizes(config, layout, model.head_name if is_critic else None),
-            {name: weight.shape for name, weight in get_whole_weights(model).items()},
+            {name: weight.shape for name, weight in get_full_weights(model).items()},
             has_frozen_routers=self.is_trained and self.trained_megatron.freeze_moe_router,
         )
         self.pipeline = self._build_pipeline(config)
@@ -164,7 +164,7 @@ class MegatronBackend(TrainingBackend):
             self.optimizer.model if self.is_trained else self.stage,
             self.stage,
             type(decoder.rotary_emb)(config).to(self.device),
-            get_word_shard(config, self.layout),
+            get_vocabulary_shard(config, self.layout),
             routers=routers,
             chunk_size=self.cfg.trainer.logprobs_chunk_size,
             device=self.device,
@@ -174,8 +174,8 @@ class MegatronBackend(TrainingBackend):
         """Distribute the weights of a model from rank 0, which reads them, to all ranks, and verify them. A
         collective.
         """
-        whole = build_whole(self.cfg, self.name, path, with_weights=True) if self.parallel.rank == 0 else None
-        weights = None if whole is None else get_whole_weights(whole)
+        whole = build_full_model(self.cfg, self.name, path, with_weights=True) if self.parallel.rank == 0 else None
+        weights = None if whole is None else get_full_weights(whole)
         self.weights.scatter(from_first_rank(weights, self.weights.shapes, self.device), self._write)
         line = verify_model(
             path,

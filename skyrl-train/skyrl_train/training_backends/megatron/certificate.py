@@ -13,7 +13,7 @@ import torch.distributed as dist
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.build import get_transformer
 from skyrl_train.models.value_model import ValueModel
-from skyrl_train.training_backends.megatron.loading import WholeModel, get_whole_weights
+from skyrl_train.training_backends.megatron.loading import FullModel, get_full_weights
 from skyrl_train.training_batch import TrainingInputBatch
 
 LENGTHS = ((4, 6), (1, 3), (5, 1))
@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 0.3}
 
 def verify_model(
     path: str,
-    whole: WholeModel | None,
+    whole: FullModel | None,
     gathered: Iterable[tuple[str, torch.Tensor]],
     score: Callable[[TrainingInputBatch], torch.Tensor],
     num_words: int,
@@ -48,7 +48,7 @@ def verify_model(
     Raises:
         ConfigError: the models differ; the same error on every rank.
     """
-    number, problem = check_weights(gathered, None if whole is None else get_whole_weights(whole), held)
+    number, problem = check_weights(gathered, None if whole is None else get_full_weights(whole), held)
     sequences, mask, num_response = build_trial(num_words)
     batch = TrainingInputBatch(sequences=sequences, attention_mask=mask, metadata={"response_length": num_response})
     got = score(batch)
@@ -82,7 +82,7 @@ def check_weights(
         if original is None or problem is not None:
             continue
         if name not in original:
-            problem = f"{name} is no weight of the transformers model"
+            problem = f"{name} is not a weight of the transformers model"
             continue
         expected = original[name].to(dtype).float()
         problem = _describe_difference(name, expected, tensor.cpu().float())
@@ -113,7 +113,7 @@ def build_trial(num_words: int) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 @torch.no_grad()
-def compute_expected_scores(model: WholeModel) -> torch.Tensor:
+def compute_expected_scores(model: FullModel) -> torch.Tensor:
     """Score the trial with a transformers model's own forward and eager attention, row by row: [B, R], 0 at padding."""
     transformer: Any = get_transformer(model)
     transformer.set_attn_implementation("eager")
@@ -143,14 +143,16 @@ def report_verification(
     """
     tolerance = TOLERANCE[dtype]
     if problem is not None:
-        raise ConfigError(f"{path}: the map between transformers and megatron-core is wrong for this model: {problem}")
+        raise ConfigError(
+            f"{path}: the weight mapping between transformers and megatron-core is wrong for this model: {problem}"
+        )
     if not difference <= tolerance:
         raise ConfigError(
-            f"{path}: its weights are mapped to megatron-core and back to the bit, but {scores} differ from "
-            f"those of transformers by {difference:.3g} (> {tolerance}): a part of the model is computed in another "
-            "way. Use trainer.strategy=fsdp2"
+            f"{path}: its weights survive the mapping to megatron-core and back bit-exactly, but {scores} differ from "
+            f"transformers by {difference:.3g} (> {tolerance}): part of the model is computed differently. Use "
+            "trainer.strategy=fsdp2"
         )
     return (
-        f"Certificate of {path} in megatron-core: {num_weights} weights equal to the bit there and back, {scores} "
+        f"Certificate of {path} in megatron-core: {num_weights} weights bit-equal after the round trip, {scores} "
         f"within {difference:.1e} of transformers"
     )

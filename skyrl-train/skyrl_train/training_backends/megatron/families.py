@@ -40,16 +40,16 @@ def get_family(config: Any) -> Family:
     advice = "use trainer.strategy=fsdp2"
     if kind not in FAMILIES:
         raise ConfigError(
-            f"trainer.strategy=megatron has no map of the weights of model_type={kind!r}; it has those of "
-            f"{', '.join(FAMILIES)}: {advice}"
+            f"trainer.strategy=megatron does not support model_type={kind!r}; it supports {', '.join(FAMILIES)}: "
+            f"{advice}"
         )
     for name in ("attention_bias", "mlp_bias"):
         if getattr(config, name, False):
-            raise ConfigError(f"trainer.strategy=megatron does not map the biases of {name}=true: {advice}")
+            raise ConfigError(f"trainer.strategy=megatron does not support biases ({name}=true): {advice}")
     if getattr(config, "use_sliding_window", False) or "sliding_attention" in (
         getattr(config, "layer_types", None) or ()
     ):
-        raise ConfigError(f"trainer.strategy=megatron has no attention in sliding windows: {advice}")
+        raise ConfigError(f"trainer.strategy=megatron does not support sliding-window attention: {advice}")
     if getattr(config, "hidden_act", "silu") != "silu":
-        raise ConfigError(f"trainer.strategy=megatron knows hidden_act=silu, not {config.hidden_act}: {advice}")
+        raise ConfigError(f"trainer.strategy=megatron supports hidden_act=silu, not {config.hidden_act}: {advice}")
     return FAMILIES[kind]

@@ -26,7 +26,8 @@ def setup_groups(layout: ParallelSizes, timeout_minutes: float, seed: int) -> No
             return
         if _groups is not None and _groups[0] is default:
             raise RuntimeError(
-                f"models of one process have one layout: this one has {_groups[1]}, another asks for {layout}"
+                f"all models of a process must have the same layout: this process has {_groups[1]}, "
+                f"another model requests {layout}"
             )
         parallel_state.destroy_model_parallel()  # groups of a destroyed default group
     parallel_state.initialize_model_parallel(

@@ -131,9 +131,10 @@ def check_model(layout: ParallelSizes, model: ModelSizes, section: str, *, even_
         ]
         if layout.expert == 1 and layout.expert_tensor != layout.tensor:
             raise ConfigError(
-                f"{section}.expert_tensor_parallel_size={layout.expert_tensor} must be tensor_model_parallel_size="
-                f"{layout.tensor} (or null) where expert_model_parallel_size=1: megatron-core would not add up the "
-                "gradients of experts that tensor-parallel ranks hold whole; or deal the experts to ranks, with "
+                f"{section}.expert_tensor_parallel_size={layout.expert_tensor} must be "
+                f"tensor_model_parallel_size={layout.tensor} (or null) where expert_model_parallel_size=1: "
+                "megatron-core would not reduce the gradients of experts that tensor-parallel ranks replicate; or "
+                "distribute experts over ranks with "
                 f"expert_model_parallel_size={_format_list(_find_divisors_near(model.num_experts, layout.tensor))}"
             )
     elif layout.expert > 1:

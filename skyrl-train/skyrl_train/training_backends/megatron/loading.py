@@ -13,10 +13,10 @@ from skyrl_train.models.scoring_check import check_scoring
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.training_backends.base import ModelName
 
-WholeModel = ScoringModel | ValueModel
+FullModel = ScoringModel | ValueModel
 
 
-def build_whole(cfg: SkyRLConfig, name: ModelName, path: str, *, with_weights: bool) -> WholeModel:
+def build_full_model(cfg: SkyRLConfig, name: ModelName, path: str, *, with_weights: bool) -> FullModel:
     """Build an unsharded model on the CPU; without weights its parameters have only shapes."""
     # `megatron_config.model_config_kwargs` is passed where other backends read such entries.
     settings = getattr(cfg.trainer, name)
@@ -30,7 +30,7 @@ def build_whole(cfg: SkyRLConfig, name: ModelName, path: str, *, with_weights: b
     return model
 
 
-def get_whole_weights(model: WholeModel) -> dict[str, torch.Tensor]:
+def get_full_weights(model: FullModel) -> dict[str, torch.Tensor]:
     """Return the weights of a model under the names of `gather_parameters`."""
     weights: dict[str, torch.Tensor] = dict(get_transformer(model).named_parameters())
     if isinstance(model, ValueModel):

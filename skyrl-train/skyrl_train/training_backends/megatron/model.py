@@ -20,7 +20,7 @@ from torch import nn
 from skyrl_train.training_backends.megatron.groups import get_tensor_group, select_rank_slice
 from skyrl_train.training_backends.megatron.layers import build_block_spec
 from skyrl_train.training_backends.megatron.layout import ParallelSizes, compute_padded_vocabulary
-from skyrl_train.training_backends.megatron.vocabulary_parallel import WordShard
+from skyrl_train.training_backends.megatron.vocabulary_parallel import VocabularyShard
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Routers request this kernel of Transformer Engine by a name that exists only if it is installed.
@@ -42,7 +42,7 @@ class HiddenStatesModel(GPTModel):
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         weight = self.output_layer.weight
-        assert weight is not None, "untied heads have their own"
+        assert weight is not None, "untied heads have their own weight"
         return weight
 
 
@@ -115,9 +115,9 @@ def get_stage_layers(config: TransformerConfig, stage: int | None = None) -> tup
     return get_transformer_layer_offset(config, pp_rank=stage), get_num_layers_to_build(config, pp_rank=stage)
 
 
-def get_word_shard(model: Any, layout: ParallelSizes) -> WordShard:
+def get_vocabulary_shard(model: Any, layout: ParallelSizes) -> VocabularyShard:
     """Return the part of the vocabulary that this rank holds."""
     size = compute_padded_vocabulary(model.vocab_size, layout.tensor) // layout.tensor
     first = parallel_state.get_tensor_model_parallel_rank() * size
     group = get_tensor_group()
-    return WordShard(group, first, max(0, min(size, model.vocab_size - first)))
+    return VocabularyShard(group, first, max(0, min(size, model.vocab_size - first)))

@@ -29,7 +29,7 @@ from skyrl_train.training_backends.megatron.groups import get_stage_group, selec
 from skyrl_train.training_backends.megatron.layers import RowsInfo
 from skyrl_train.training_backends.megatron.model import HiddenStatesModel
 from skyrl_train.training_backends.megatron.routers import StageRouters, gather_routes
-from skyrl_train.training_backends.megatron.vocabulary_parallel import WordShard, compute_token_log_probs
+from skyrl_train.training_backends.megatron.vocabulary_parallel import VocabularyShard, compute_token_log_probs
 from skyrl_train.training_batch import TrainingInputBatch
 
 Part = tuple[TrainingInputBatch, bool]
@@ -60,7 +60,7 @@ class Pipeline:
         model: nn.Module,
         stage: HiddenStatesModel,
         rotary: nn.Module,
-        words: WordShard,
+        words: VocabularyShard,
         *,
         routers: StageRouters | None,
         chunk_size: int,

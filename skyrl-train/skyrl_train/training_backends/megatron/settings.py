@@ -27,7 +27,7 @@ OWN_FIELDS: dict[str, str] = {
         )
     },
     "moe_enable_routing_replay": "trainer.policy.routing_replay",
-    "sequence_parallel": "megatron_config.tensor_model_parallel_size, which switches it on",
+    "sequence_parallel": "megatron_config.tensor_model_parallel_size, which enables it",
     **{name: "trainer.bf16" for name in ("bf16", "fp16", "params_dtype", "pipeline_dtype")},
     **{
         name: "the model's config.json (megatron_config.model_config_kwargs)"
@@ -59,18 +59,19 @@ OWN_FIELDS: dict[str, str] = {
 REFUSED_FIELDS: dict[str, str] = {
     "hidden_dropout": "log-probs of the same weights would differ from one forward to the next",
     "attention_dropout": "log-probs of the same weights would differ from one forward to the next",
-    "virtual_pipeline_model_parallel_size": "the schedule of virtual stages is not built",
-    "pipeline_model_parallel_layout": "it may put the embedding or the loss on stages of their own, which the map of "
-    "weights does not know; use num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage",
+    "virtual_pipeline_model_parallel_size": "virtual pipeline stages are not supported",
+    "pipeline_model_parallel_layout": "it may put the embedding or the loss on separate stages, which the weight "
+    "mapping does not support; use num_layers_in_first_pipeline_stage and "
+    "num_layers_in_last_pipeline_stage",
     "account_for_embedding_in_pipeline_split": "use num_layers_in_first_pipeline_stage",
     "account_for_loss_in_pipeline_split": "use num_layers_in_last_pipeline_stage",
-    "mtp_num_layers": "heads that predict several tokens are not trained",
-    "moe_aux_loss_coeff": "the loss is the objective's alone",
-    "moe_z_loss_coeff": "the loss is the objective's alone",
-    "moe_router_fusion": "its kernel is that of Transformer Engine",
-    "moe_grouped_gemm": "its kernels are those of Transformer Engine, whose layers are not used",
+    "mtp_num_layers": "multi-token prediction heads are not trained",
+    "moe_aux_loss_coeff": "the loss comes from the objective alone",
+    "moe_z_loss_coeff": "the loss comes from the objective alone",
+    "moe_router_fusion": "its kernel needs Transformer Engine",
+    "moe_grouped_gemm": "its kernels need Transformer Engine, whose layers are not used",
     "variable_seq_lengths": "micro-batches of packed rows differ in length",
-    "calculate_per_token_loss": "token weights are those of the objective",
+    "calculate_per_token_loss": "the objective sets the token weights",
     "init_method": "weights are loaded",
     "use_cpu_initialization": "weights are loaded",
     "finalize_model_grads_func": "gradients are reduced once per optimizer step",
@@ -102,7 +103,7 @@ def check_settings(config: SkyRLConfig) -> None:
     trainer, placement = config.trainer, config.trainer.placement
     if not trainer.use_sample_packing or not trainer.flash_attn:
         raise ConfigError(
-            "trainer.strategy=megatron computes attention among packed rows only: trainer.use_sample_packing and "
+            "trainer.strategy=megatron supports attention only for packed rows: trainer.use_sample_packing and "
             "trainer.flash_attn must be true, or use trainer.strategy=fsdp2"
         )
     _check_section(trainer.policy.megatron_config, "trainer.policy.megatron_config", placement.policy_world_size)
@@ -117,16 +118,16 @@ def _check_section(settings: MegatronModelConfig, section: str, world_size: int)
     check_world(layout, world_size, section)
     if layout.context > 1:
         raise ConfigError(
-            f"{section}.context_parallel_size={layout.context} must be 1: attention among packed rows over several "
-            "ranks needs kernels of Transformer Engine. Use tensor_model_parallel_size, which divides the tokens "
+            f"{section}.context_parallel_size={layout.context} must be 1: attention for packed rows over several "
+            "ranks needs kernels of Transformer Engine. Use tensor_model_parallel_size, which shards the tokens "
             "between layers, or trainer.strategy=fsdp2 with sequence_parallel_size"
         )
     if isinstance(settings, MegatronConfig):
         for name in ("overlap_grad_reduce", "overlap_param_gather"):
             if getattr(settings.ddp_config, name):
                 raise ConfigError(
-                    f"{section}.ddp_config.{name}=true must be false: hooks of the backward would start the reduction "
-                    "of an optimizer step in its first part, and later parts would be left out"
+                    f"{section}.ddp_config.{name}=true must be false: backward hooks would start the gradient "
+                    "reduction after the first micro-batch group, and later ones would be lost"
                 )
     _check_fields(settings.transformer_config_kwargs, f"{section}.transformer_config_kwargs")
 
@@ -142,9 +143,9 @@ def _check_fields(given: Mapping[str, object], section: str) -> None:
                 f"unknown setting {section}.{name}: megatron-core's TransformerConfig has no such field{hint}"
             )
         if name in OWN_FIELDS:
-            raise ConfigError(f"{section}.{name}={value!r} may not be set: it follows {OWN_FIELDS[name]}")
+            raise ConfigError(f"{section}.{name}={value!r} must not be set: it is derived from {OWN_FIELDS[name]}")
         if name in REFUSED_FIELDS and value:
-            raise ConfigError(f"{section}.{name}={value!r} may not be set: {REFUSED_FIELDS[name]}")
+            raise ConfigError(f"{section}.{name}={value!r} must not be set: {REFUSED_FIELDS[name]}")
 
 
 @cache
@@ -188,12 +189,12 @@ def _check_replay(setting: str, config: Any, settings: MegatronModelConfig, sect
     """Check that the model has routers, and that activation recomputation supports replay of their routes."""
     if not get_family(config).is_mixture:
         raise ConfigError(
-            f"{setting} needs a mixture of experts, and model_type={config.model_type!r} has no router; leave it out"
+            f"{setting} needs a mixture of experts, and model_type={config.model_type!r} has no router; remove it"
         )
     recompute = settings.transformer_config_kwargs
     if recompute.get("recompute_granularity") == "selective" and "moe" in (recompute.get("recompute_modules") or ()):
         raise ConfigError(
-            f"{section}.transformer_config_kwargs.recompute_modules={recompute['recompute_modules']} may not have "
-            f"'moe' with {setting}: the backward would route tokens anew. Leave 'moe' out, or use "
+            f"{section}.transformer_config_kwargs.recompute_modules={recompute['recompute_modules']} must not include "
+            f"'moe' with {setting}: the backward would route tokens again. Remove 'moe', or use "
             "recompute_granularity=full, which replays the routes"
         )

@@ -17,7 +17,7 @@ from skyrl_train.models.cpu_linear import multiply_transposed
 
 
 @dataclass(frozen=True)
-class WordShard:
+class VocabularyShard:
     """Part of the vocabulary held by a rank as rows of the output layer."""
 
     group: dist.ProcessGroup
@@ -30,7 +30,7 @@ class WordShard:
 
 @dataclass(frozen=True)
 class _ChunkSettings:
-    shard: WordShard
+    shard: VocabularyShard
     temperature: float
     chunk_size: int
     with_entropy: bool
@@ -40,7 +40,7 @@ def compute_token_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    shard: WordShard,
+    shard: VocabularyShard,
     *,
     temperature: float,
     chunk_size: int,
@@ -135,7 +135,7 @@ def _compute_scores(
     return of_label - log_total, log_total + largest, log_total - weighted / total
 
 
-def _select_own_labels(labels: torch.Tensor, shard: WordShard) -> tuple[torch.Tensor, torch.Tensor]:
+def _select_own_labels(labels: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which labels are in this rank's shard [C] bool, and their rows there [C] (0 for others)."""
     places = labels - shard.first
     own = (places >= 0) & (places < shard.count)

@@ -86,7 +86,7 @@ def iter_entries(sizes: MapSizes) -> Iterator[Entry]:
     for entry in _iter_language_model(replace(sizes, tied_head=True)):
         # transformers names the parts of a model without an output layer relative to its inner module.
         yield replace(entry, names=tuple(name.removeprefix("model.") for name in entry.names))
-    yield _build_whole(f"{sizes.value_head}.weight", "value_head.weight", is_output=True)
+    yield _build_replicated(f"{sizes.value_head}.weight", "value_head.weight", is_output=True)
 
 
 def _iter_language_model(sizes: MapSizes) -> Iterator[Entry]:
@@ -101,14 +101,14 @@ def _iter_language_model(sizes: MapSizes) -> Iterator[Entry]:
     for layer in range(sizes.num_layers):
         yield from _iter_attention(sizes, layer)
         yield from _iter_sparse_mlp(sizes, layer) if layer in sizes.sparse_layers else _iter_dense_mlp(layer)
-    yield _build_whole("model.norm.weight", "decoder.final_layernorm.weight", is_output=True)
+    yield _build_replicated("model.norm.weight", "decoder.final_layernorm.weight", is_output=True)
     if not sizes.tied_head:
         yield Entry(("lm_head.weight",), ("output_layer.weight",), words.split, words.merge, "tensor", is_output=True)
 
 
 def _iter_attention(sizes: MapSizes, layer: int) -> Iterator[Entry]:
     theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
-    yield _build_whole(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight", layer=layer)
+    yield _build_replicated(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight", layer=layer)
     heads = _HeadGroups(sizes.num_heads, sizes.num_key_value_heads, sizes.head_dim)
     for kind in ("weight", "bias") if sizes.qkv_bias else ("weight",):
         names = tuple(f"{theirs}.self_attn.{part}_proj.{kind}" for part in "qkv")
@@ -117,14 +117,16 @@ def _iter_attention(sizes: MapSizes, layer: int) -> Iterator[Entry]:
     if sizes.qk_norms:
         for part in "qk":
             tensor = f"{ours}.self_attention.{part}_layernorm.weight"
-            yield _build_whole(f"{theirs}.self_attn.{part}_norm.weight", tensor, layer=layer)
+            yield _build_replicated(f"{theirs}.self_attn.{part}_norm.weight", tensor, layer=layer)
     tensor = f"{ours}.self_attention.linear_proj.weight"
     yield Entry((f"{theirs}.self_attn.o_proj.weight",), (tensor,), split_columns, merge_columns, "tensor", layer)
 
 
 def _iter_dense_mlp(layer: int) -> Iterator[Entry]:
     theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
-    yield _build_whole(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight", layer=layer)
+    yield _build_replicated(
+        f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight", layer=layer
+    )
     names = (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight")
     yield Entry(names, (f"{ours}.mlp.linear_fc1.weight",), split_gate_up, merge_gate_up, "tensor", layer)
     name, tensor = f"{theirs}.mlp.down_proj.weight", f"{ours}.mlp.linear_fc2.weight"
@@ -133,8 +135,10 @@ def _iter_dense_mlp(layer: int) -> Iterator[Entry]:
 
 def _iter_sparse_mlp(sizes: MapSizes, layer: int) -> Iterator[Entry]:
     theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
-    yield _build_whole(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight", layer=layer)
-    yield _build_whole(f"{theirs}.mlp.gate.weight", f"{ours}.mlp.router.weight", layer=layer)
+    yield _build_replicated(
+        f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight", layer=layer
+    )
+    yield _build_replicated(f"{theirs}.mlp.gate.weight", f"{ours}.mlp.router.weight", layer=layer)
     deal = _Experts(sizes.expert_ranks)
     for name, part, split, merge in (
         ("gate_up_proj", "linear_fc1", deal.split_gate_up, deal.merge_gate_up),
@@ -147,7 +151,7 @@ def _iter_sparse_mlp(sizes: MapSizes, layer: int) -> Iterator[Entry]:
         yield Entry((f"{theirs}.mlp.experts.{name}",), tensors, split, merge, "expert", layer, stacked=True)
 
 
-def _build_whole(name: str, tensor: str, *, layer: int | None = None, is_output: bool = False) -> Entry:
+def _build_replicated(name: str, tensor: str, *, layer: int | None = None, is_output: bool = False) -> Entry:
     return Entry(
         (name,),
         (tensor,),

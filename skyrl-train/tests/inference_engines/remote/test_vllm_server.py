@@ -67,7 +67,7 @@ async def test_server_rejects_requests_without_key(vllm: ServerChild, served_mod
             for path, body in calls:
                 assert (await stranger.post(path, json=body, headers=headers)).status_code == 401
         assert (await stranger.get("/health")).status_code == 200
-    with pytest.raises(ConfigError, match=r"asks for a key.* generator.remote_inference_engine_api_key_file"):
+    with pytest.raises(ConfigError, match=r"generator\.remote_inference_engine_api_key_file"):
         RemoteInferenceEngine(vllm.url, served_model)
     [served] = psutil.Process(vllm.pid).children()  # of the guard
     [listening] = {c.laddr.ip for c in served.net_connections() if c.laddr.port == vllm.port}
@@ -144,7 +144,7 @@ async def test_engine_object_in_other_process_uses_newest_adapter(
     versions += (await engine.generate_batch(asked))["weight_versions"][0]
     assert set(versions) == {7, 8}
     await other.unload_lora("policy")
-    with pytest.raises(ValueError, match="no adapter 'policy' is loaded"):
+    with pytest.raises(ValueError, match="'policy'"):
         await engine.generate_batch(asked)
     await other.teardown()
 

@@ -14,12 +14,12 @@ _STAND_INS = Path(__file__).parent / "cpu_support"
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(sglang_starts_here: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+def tiny_folder(sglang_starts: None, tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny_model(tmp_path_factory.mktemp("sglang") / "tiny", tied=True)
 
 
 @pytest.fixture(scope="session")
-def sglang_starts_here() -> Iterator[None]:
+def sglang_starts() -> Iterator[None]:
     """Skips where SGLang is not installed."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("sglang is not installed; on a CPU: scripts/setup_sglang_cpu.sh makes an environment that has it")

@@ -54,9 +54,7 @@ async def test_sglang_conforms_to_engine_contract(check: Check, subject: EngineU
 
 
 def test_unknown_setting_error_suggests_nearest(tiny_folder: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"engine_init_kwargs\.max_runing_requests .* did you mean max_running_requests"
-    ):
+    with pytest.raises(ConfigError, match="max_running_requests"):
         SGLangInferenceEngine(tiny_folder, device=DEVICE, dtype="float32", max_runing_requests=3)
 
 

@@ -22,7 +22,7 @@ from tx.tinker.commands import Train
 from tx.tinker.engine.messages import Done, FromApi, FromEngine
 
 _LARGE_FIELD: dict[type, str] = {Train: "payload", Done: "result"}
-"""Bytes that travel beside the message and are not copied into it."""
+"""Bytes that are sent with the message without being copied into it."""
 _LARGE_BYTES = 32 << 10
 _LONGEST_SOCKET_PATH = 100
 """Bytes; Linux takes 107, macOS 103."""

@@ -105,7 +105,7 @@ class Engine:
             return 0
         error = next(iter(ended)).exception()
         traceback = None if isinstance(error, BackendLost) else error
-        logger.opt(exception=traceback).critical("a part of the engine ended: {}", error)
+        logger.opt(exception=traceback).critical("a task of the engine exited: {}", error)
         return 1
 
     def _build(self) -> tuple[Backend, BackendInfo]:
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tx.tinker.engine.main")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     parser.add_argument("--channel", required=True, help="address of the API process's socket; - for stdin")
-    parser.add_argument("--parent", type=int, default=os.getppid(), help="process with which this one ends")
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="process whose exit stops this one")
     options = parser.parse_args(arguments)
     _log_to_stderr()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the API, which then sends SIGTERM

@@ -72,7 +72,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             text, category = str(error), "user"
         else:
             logger.opt(exception=error).error("a command failed unexpectedly")
-            text = f"the server failed at this request ({type(error).__name__}); its log says more"
+            text = f"internal server error ({type(error).__name__}); see the server's log"
             category = "server"
         return cls(request_id=request_id, error=text, category=category)
 

@@ -99,8 +99,8 @@ class Model:
     loaded_at: float = 0.0
 
     @property
-    def needs_no_place(self) -> bool:
-        """True if its commands can be executed, or refused, without a place in memory to be made for it."""
+    def needs_no_slot(self) -> bool:
+        """True if its commands can be executed, or rejected, without allocating memory for the model."""
         return self.in_memory or self.damaged is not None
 
 
@@ -169,7 +169,7 @@ class Models:
         Args:
             since: start of the wait of each model with a ready command.
         """
-        at_hand = {model_id for model_id in since if (model := self._models.get(model_id)) and model.needs_no_place}
+        at_hand = {model_id for model_id in since if (model := self._models.get(model_id)) and model.needs_no_slot}
         absent = sorted(since.keys() - at_hand, key=lambda model_id: since[model_id])
         now, room = self._now(), max(0, self._limit - self.num_in_memory())
         self._swap_interval = min(SWAP_RATIO * self._swap_seconds, LONGEST_WAIT_SECONDS / max(1, len(absent)))
@@ -289,7 +289,7 @@ class Models:
 
     def damage(self, model: Model, what: str) -> None:
         """Mark the model damaged: it executes nothing more in this process."""
-        logger.error("model {} cannot go on: {}", model.model_id, what)
+        logger.error("model {} cannot continue: {}", model.model_id, what)
         model.damaged = what
 
     def check(self, model: Model) -> None:

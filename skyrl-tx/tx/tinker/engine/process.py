@@ -60,13 +60,13 @@ def call_when_parent_exits(parent: int, then: Callable[[], None]) -> None:
     """Call `then` in a thread when the parent process exits, even by kill -9; immediately if it has exited."""
 
     def watch() -> None:
-        _wait_until_gone(parent)
+        _wait_for_exit(parent)
         then()
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def _wait_until_gone(parent: int) -> None:
+def _wait_for_exit(parent: int) -> None:
     # Without pidfd_open (macOS), on refusal, or after the process exited, the loop below polls instead.
     with suppress(OSError, AttributeError), os.fdopen(os.pidfd_open(parent)) as ended:
         # Asked after the open: the number of a process that is still the parent cannot have passed to another one.

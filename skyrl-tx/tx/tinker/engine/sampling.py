@@ -57,7 +57,7 @@ class Sampling:
         """Keep `step_seconds` up to date; ends with the backend, by BackendLost."""
         while True:
             self._step_began = time.monotonic()
-            with waiting("a step of sampling"):
+            with waiting("a sampling step"):
                 await self._backend.end_of_step()
             self._step_began = None
             await asyncio.sleep(WATCH_SECONDS)
@@ -83,7 +83,7 @@ class Sampling:
         except DamagedFilesError as error:
             logger.error("adapter {}: {}", command.adapter, error)
             damaged = ModelError(
-                f"the weights of this sampler are damaged on the server's disk: {error}. Save them anew"
+                f"the weights of this sampler are damaged on the server's disk: {error}. Save them again"
             )
             self._send(Failed.of(command.request_id, damaged))
         except BackendLost as error:

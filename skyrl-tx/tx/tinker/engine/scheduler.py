@@ -21,7 +21,7 @@ from tx.tinker.commands import ModelCommand, Train, Unload
 from tx.tinker.engine.shares import Shares
 
 MICRO_BATCH_COST = 64
-"""Tokens charged for a micro-batch beside its own: many small ones cost time too."""
+"""Tokens charged per micro-batch in addition to its own: many small ones cost time too."""
 
 
 @dataclass(eq=False)

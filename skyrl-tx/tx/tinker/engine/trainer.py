@@ -262,7 +262,7 @@ class Trainer:
         except Exception as error:  # each model is tried alone
             if len(passes) == 1:
                 return [Failure(error)]
-            logger.warning("a pass of {} models failed ({!r}); each is tried alone", len(passes), error)
+            logger.warning("a pass of {} models failed ({!r}); retrying each separately", len(passes), error)
             return [output for one in passes for output in self._run([one])]
 
     def _process_output(self, queue: ModelQueue, running: RunningPass, output: PassOutput) -> None:
@@ -317,7 +317,7 @@ class Trainer:
         failed = Failed.of(command.request_id, error)
         failed_before = isinstance(command, Optimize) and isinstance(error, ModelError)  # the only failures done again
         if command.replay and model and not failed_before:
-            self._models.damage(model, f"what was done before a restart could not be done again: {failed.error}")
+            self._models.damage(model, f"commands executed before a restart could not be replayed: {failed.error}")
         elif isinstance(command, CreateModel):
             self._models.forget(command.model_id)
         elif model and command.seq > model.seq:  # a step with a non-finite gradient has cleared it

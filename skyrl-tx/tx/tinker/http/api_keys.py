@@ -66,11 +66,13 @@ class ApiKeys:
             holder = Holder(name, bool(roles))
             other = self._holders.setdefault(self._compute_digest(key), holder)
             if other.tenant != name:
-                raise ConfigError(f"{name} and {other.tenant} have the same API key; each needs its own")
+                raise ConfigError(f"{name} and {other.tenant} have the same API key; keys must be unique")
             if other != holder:
-                raise ConfigError(f"an API key of {name} is given with the role {ADMIN!r} and without; once is enough")
+                raise ConfigError(
+                    f"an API key of {name} is listed both with and without the role {ADMIN!r}; remove one of them"
+                )
             if not key.startswith("tml-"):
-                logger.warning("the API key of %s does not begin with 'tml-', which the tinker SDK asks for", name)
+                logger.warning("the API key of %s does not begin with 'tml-', which the tinker SDK requires", name)
 
     def __bool__(self) -> bool:
         return bool(self._holders)
@@ -92,13 +94,13 @@ def read_api_keys(config: EngineConfig, env: Mapping[str, str] | None = None) ->
     if config.api_keys_file is not None:
         keys = ApiKeys(_read_file(config.api_keys_file))
         if not keys:
-            raise ConfigError(f"--api-keys-file: {config.api_keys_file} has no keys; one a line, `NAME KEY`")
+            raise ConfigError(f"--api-keys-file: {config.api_keys_file} has no keys; add one per line, as `NAME KEY`")
     else:
         keys = ApiKeys(_parse_keys((os.environ if env is None else env).get(ENV_VARIABLE, "")))
     if not keys and not is_loopback(config.host):
         raise ConfigError(
-            f"--host {config.host} would let everybody in the network in: give --api-keys-file FILE (lines `NAME KEY`, "
-            f"keys beginning with tml-) or {ENV_VARIABLE}=name=key,…, or stay on --host 127.0.0.1"
+            f"--host {config.host} would accept requests from anyone in the network: set --api-keys-file FILE (lines "
+            f"`NAME KEY`, keys beginning with tml-) or {ENV_VARIABLE}=name=key,…, or use --host 127.0.0.1"
         )
     return keys
 
@@ -141,7 +143,7 @@ def _parse_keys(text: str) -> list[tuple[str, ...]]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, key = part.partition("=")
         if not equals:
-            raise ConfigError(f"{ENV_VARIABLE} must be name=key pairs separated by commas; a part has no '='")
+            raise ConfigError(f"{ENV_VARIABLE} must be name=key pairs separated by commas; one of them has no '='")
         name, *role = name.split(":")
         keys.append((name, key, *role))
     return keys

@@ -7,7 +7,7 @@ from tx.tinker.base_model import BaseModelFacts
 from tx.tinker.config import EngineConfig
 from tx.tinker.http import openapi, problems
 from tx.tinker.http.api_keys import ApiKeys, read_api_keys
-from tx.tinker.http.auth import OPEN_PATHS, Door
+from tx.tinker.http.auth import OPEN_PATHS, Authenticator
 from tx.tinker.http.bodies import Counted, Intake
 from tx.tinker.http.connections import Connections
 from tx.tinker.http.downloads import Downloads
@@ -57,7 +57,7 @@ def create_app(
     app = FastAPI(
         title="tx",
         version=__version__,
-        summary="A training service that speaks the protocol of the tinker SDK",
+        summary="A training service with the API of the tinker SDK",
         redirect_slashes=False,
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
@@ -81,7 +81,7 @@ def create_app(
 
     # The last one added is the outermost.
     app.add_middleware(Counted, intake=intake)
-    app.add_middleware(Door, keys=keys)
+    app.add_middleware(Authenticator, keys=keys)
     app.add_middleware(problems.Unforeseen)
     app.add_middleware(Measured, metrics=state.metrics)
     problems.install(app)

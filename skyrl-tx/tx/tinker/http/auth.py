@@ -9,12 +9,12 @@ from tx.tinker.http.replies import build_problem
 from tx.tinker.http.scope import IS_ADMIN, TENANT
 
 DOWNLOADS = "/api/v1/downloads/"
-"""Open to whoever has the signed address: users hand it to programs that know no key."""
+"""Open to anyone with the signed URL: users pass it to programs that know no key."""
 OPEN_PATHS = ("/healthz", "/api/v1/healthz")
 """Paths that need no key: they report only that the server is up."""
 
 
-class Door:
+class Authenticator:
     """
     Args:
         keys: none means that everybody is the tenant `local`, and may see everything
@@ -41,5 +41,5 @@ def _is_open(path: str) -> bool:
 
 
 def _build_refusal(had_key: bool) -> Response:
-    text = "this API key is not known here" if had_key else "an API key is needed, in the header X-API-Key"
+    text = "unknown API key" if had_key else "an API key is required in the header X-API-Key"
     return build_problem(401, text, {"WWW-Authenticate": "Bearer"})

@@ -42,8 +42,8 @@ class BodyTooLarge(RequestError):
 
     def __init__(self, max_bytes: int):
         super().__init__(
-            f"body is larger than {max_bytes:,} bytes (--max-body-mb); send fewer data at a time. If it had a seq_id, "
-            "that was not read: what the same model is asked next waits for it, up to --seq-gap-timeout-sec",
+            f"body is larger than {max_bytes:,} bytes (--max-body-mb); send less data per request. A seq_id in it was "
+            "not read, so later requests of the same model wait for it, up to --seq-gap-timeout-sec",
             413,
         )
 
@@ -76,19 +76,21 @@ class Intake:
         self.refusals[tenant] += 1
         raise Busy(why, RETRY_SECONDS)
 
-    def begin(self, tenant: str, path: str) -> "Share":
+    def begin(self, tenant: str, path: str) -> "BodyReservation":
         """Count a request. Raises Busy if the tenant's requests would leave too little room for other tenants."""
         # No await between check and count, here and in `hold`: two requests of the loop cannot both get the last place.
         room, total = FULL * self.max_requests, self.num_requests.total()
         share = room / len(self.num_requests.keys() | {tenant})
         if path not in CONTROL_PATHS and total >= room and self.num_requests[tenant] >= share:
             own = self.num_requests[tenant]
-            self.refuse(tenant, f"{own} requests of this tenant are under way, {total} of all; wait for some of them")
+            self.refuse(
+                tenant, f"{own} requests of this tenant are in flight, {total} in total; wait until some are complete"
+            )
         _add(self.num_requests, tenant, 1)
-        return Share(self, tenant)
+        return BodyReservation(self, tenant)
 
 
-class Share:
+class BodyReservation:
     """One request's part of it."""
 
     def __init__(self, intake: Intake, tenant: str):
@@ -102,8 +104,8 @@ class Share:
         if num_bytes > SMALL_BYTES and total > num_bytes and own > intake.max_bytes - total:
             intake.refuse(
                 self.tenant,
-                f"requests of {total - more:,} bytes are being read already, {own - more:,} of them of this tenant, "
-                "who may have as many as are still free (--max-bodies-mb); send this one again later",
+                f"requests of {total - more:,} bytes are being received, {own - more:,} of them from this tenant, "
+                "which may use at most as much as is still free (--max-bodies-mb); retry later",
             )
 
     def hold(self, num_bytes: int) -> None:
@@ -163,7 +165,7 @@ async def read_body(request: Request, max_bytes: int | None = None) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise BodyTooLarge(max_bytes)
-    share: Share = request.scope[_SHARE]
+    share: BodyReservation = request.scope[_SHARE]
     # Only checked, to refuse early. Counting announced bytes would let a client take room without sending anything.
     share.check(int(announced) if announced.isdecimal() else 0)
     clock = asyncio.get_running_loop().time
@@ -181,10 +183,10 @@ async def read_body(request: Request, max_bytes: int | None = None) -> bytes:
                 share.hold(size)
                 pieces.append(piece)
     except TimeoutError:
-        late = f"nothing of it came for {IDLE_SECONDS:.0f} s" if idle.expired() else f"not within {BODY_SECONDS:.0f} s"
-        raise RequestError(f"the request's body did not arrive: {late}", 408) from None
+        late = f"no data for {IDLE_SECONDS:.0f} s" if idle.expired() else f"not within {BODY_SECONDS:.0f} s"
+        raise RequestError(f"the request body did not arrive: {late}", 408) from None
     except ClientDisconnect:
-        raise RequestError("the client went away while it sent", 400) from None
+        raise RequestError("the client disconnected while sending", 400) from None
     return b"".join(pieces)
 
 
@@ -193,7 +195,7 @@ async def run_in_thread_if_large(request: Request, size: int, parse: Callable[[]
     interpreter, are left for the others."""
     if size < THREAD_FROM_BYTES:
         return parse()
-    share: Share = request.scope[_SHARE]
+    share: BodyReservation = request.scope[_SHARE]
     async with share.intake.parsing[share.tenant]:
         return await asyncio.to_thread(parse)
 

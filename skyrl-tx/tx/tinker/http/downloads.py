@@ -83,9 +83,9 @@ class Downloads:
     def check(self, download: Download, signature: str) -> None:
         """Verify a signature. Raises RequestError: not signed by this server (403), or expired (410)."""
         if not hmac.compare_digest(self._compute_signature(download).encode(), signature.encode(errors="replace")):
-            raise RequestError("this download address is not one of this server's; ask for the archive again", 403)
+            raise RequestError("this download URL was not issued by this server; request the archive again", 403)
         if time.time() > download.expires:
-            raise RequestError("this download address has expired; ask for the archive again", 410)
+            raise RequestError("this download URL has expired; request the archive again", 410)
 
     def _compute_signature(self, download: Download) -> str:
         text = "\n".join((download.tenant, str(download.path), str(download.expires), download.file))

@@ -37,7 +37,7 @@ class Metrics:
         )
         self.seconds = Histogram(
             "tx_http_request_seconds",
-            "From the request's first byte to its answer's last",
+            "From the first byte of the request to the last byte of its response",
             ["method", "route"],
             buckets=BUCKETS,
             registry=self.registry,

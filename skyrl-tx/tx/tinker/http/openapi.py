@@ -19,14 +19,14 @@ PROTOBUF = "application/x-protobuf"
 _COMPONENT = "#/components/schemas/{model}"
 _BODIES: set[type[BaseModel]] = set()
 _PROBLEMS = {
-    400: "A value that cannot be",
-    401: "No API key, or one that is not known",
-    404: "No such thing, or another tenant's",
+    400: "An invalid value",
+    401: "Missing or unknown API key",
+    404: "Not found, or owned by another tenant",
     413: "The body is too large",
-    415: "Not the content type of this endpoint",
-    422: "Not the shape of this endpoint's requests",
-    429: "Too much under way; welcome again after `Retry-After`",
-    500: "An error of the server; its log knows the id",
+    415: "Unsupported content type",
+    422: "The request does not match the schema of this endpoint",
+    429: "Too many requests in flight; retry after `Retry-After`",
+    500: "Internal server error; the server's log has the id",
 }
 _OF_BODIES = (408, 413, 415)
 

@@ -108,9 +108,9 @@ async def _handle_framework_error(request: Request, error: Exception) -> Respons
     assert isinstance(error, HTTPException)
     text = str(error.detail)
     if error.status_code == 404:
-        text = f"no such endpoint: {request.method} {request.url.path}; /openapi.json lists those there are"
+        text = f"no such endpoint: {request.method} {request.url.path}; see /openapi.json for all endpoints"
     if error.status_code == 405:
-        text = f"{request.url.path} does not take {request.method}"
+        text = f"{request.url.path} does not allow {request.method}"
         return build_problem(405, text, {"Allow": ", ".join(_list_methods(request))})
     return build_problem(error.status_code, text, dict(error.headers or {}))
 

@@ -64,8 +64,8 @@ class Checkpoints:
         place = TinkerPath.parse(path, setting)
         if to_load and place.kind == "external_weights":
             raise RequestError(
-                f"{setting}: external weights are there to be downloaded, they cannot be loaded; give "
-                f"tinker://RUN/weights/NAME (save_weights) or tinker://RUN/sampler_weights/NAME; got {path!r}"
+                f"{setting}: external weights can only be downloaded, not loaded; use tinker://RUN/weights/NAME "
+                f"(save_weights) or tinker://RUN/sampler_weights/NAME; got {path!r}"
             )
         if optimizer and place.kind != "weights":
             raise RequestError(f"{setting} must be tinker://RUN/weights/NAME to load an optimizer; got {path!r}")
@@ -74,7 +74,7 @@ class Checkpoints:
         if place.run_id == pending_model_id and (run := self._state.runs.get(place.run_id)) is not None:
             folder = run.saving.get((place.kind, place.name), folder)
         if folder is None or model is None:
-            raise RequestError(f"{setting}: there is no checkpoint {path!r}", 404)
+            raise RequestError(f"{setting}: no checkpoint {path!r}", 404)
         return CheckpointSource(str(place), model.model_id, model.base_model, model.lora, folder)
 
     async def weights_info(self, tenant: str, path: str) -> dict[str, object]:
@@ -99,10 +99,10 @@ class Checkpoints:
         row = await self._store.read(lambda database: database.get(CheckpointRow, tuple(path)))
         run = self._state.runs.get(path.run_id)
         if row is not None or (run is not None and (path.kind, path.name) in run.saving):
-            fix = "give another path, or overwrite=true" if path.kind == "weights" else "give another path"
-            raise RequestError(f"path: the checkpoint {path!s} exists already; {fix}")
+            fix = "use another path, or overwrite=true" if path.kind == "weights" else "use another path"
+            raise RequestError(f"path: the checkpoint {path!s} already exists; {fix}")
 
-    async def reserve_room(self, tenant: str, request_id: str, kind: CheckpointKind, rank: int) -> None:
+    async def reserve_space(self, tenant: str, request_id: str, kind: CheckpointKind, rank: int) -> None:
         """Count a save from now on; a save in flight counts as the tenant's largest checkpoint of its kind and rank.
 
         Raises:
@@ -117,12 +117,12 @@ class Checkpoints:
         num_bytes = saved + sum(largest.get(each, 0) for each in under_way)
         if num_bytes >= self._max_gb * 1e9:
             raise RequestError(
-                f"path: the checkpoints of this key take {num_bytes / 1e9:.3g} GB, {len(under_way)} saves under way "
-                f"included, and may take {self._max_gb:g} GB (max_checkpoints_gb_per_tenant of the server): delete "
+                f"path: the checkpoints of this key take {num_bytes / 1e9:.3g} GB, including {len(under_way)} saves "
+                f"in progress, of at most {self._max_gb:g} GB (max_checkpoints_gb_per_tenant of the server): delete "
                 "some, or save with ttl_seconds"
             )
         if not all(each in largest for each in under_way):
-            raise Busy("the first save of its kind is under way; its size decides whether this one has room", 1.0)
+            raise Busy("the first save of this kind is in progress; whether this one fits depends on its size", 1.0)
         self._state.saves[request_id] = (tenant, kind, rank)
 
     async def free_sampler_id(self, session_id: str, number: int) -> str:
@@ -130,7 +130,7 @@ class Checkpoints:
         sampler_id = format_sampler_id(session_id, number)
         row = await self._store.read(lambda database: database.get(SamplerRow, sampler_id))
         if row is not None or sampler_id in self._state.promised_samplers:
-            raise RequestError(f"sampling_session_seq_id {number} of this session is taken: give the next number")
+            raise RequestError(f"sampling_session_seq_id {number} of this session is in use: use the next number")
         return sampler_id
 
     # ---- as things to look at
@@ -196,7 +196,9 @@ class Checkpoints:
         """Set the seconds until a checkpoint expires; None: never."""
         shortest, longest = TTL_SECONDS
         if ttl_seconds is not None and not shortest <= ttl_seconds <= longest:
-            raise RequestError(f"ttl_seconds must be {shortest} to {longest}, or null for ever; got {ttl_seconds}")
+            raise RequestError(
+                f"ttl_seconds must be {shortest} to {longest}, or null to never expire; got {ttl_seconds}"
+            )
 
         def unit(database: Database, row: CheckpointRow) -> None:
             row.expires_at = None if ttl_seconds is None else time.time() + ttl_seconds
@@ -221,7 +223,7 @@ class Checkpoints:
         def unit(database: Database) -> None:
             row, _ = _find(database, place)
             if row is None or row.tenant != tenant:
-                raise RequestError(f"there is no checkpoint {str(place)!r}", 404)
+                raise RequestError(f"no checkpoint {str(place)!r}", 404)
             change(database, row)
 
         await self._store.write(unit)
@@ -304,7 +306,7 @@ def _find(database: Database, place: TinkerPath) -> tuple[CheckpointRow | None, 
 def _run(database: Database, tenant: str, run_id: str) -> ModelRow:
     row = database.get(ModelRow, run_id)
     if row is None or row.tenant != tenant:
-        raise RequestError(f"there is no training run {run_id[:200]!r}", 404)
+        raise RequestError(f"no training run {run_id[:200]!r}", 404)
     return row
 
 

@@ -31,7 +31,7 @@ class CrashBisector(Generic[T]):
         """Return False while only the items on trial may run."""
         return not self._trial or item in self._trial
 
-    def died(self, running: Iterable[T]) -> T | None:
+    def record_crash(self, running: Iterable[T]) -> T | None:
         """Count a crash while these items were running. Returns: the culprit, if it is identified."""
         present = [item for item in running if self.may_run(item)]
         culprit_request = present[0] if len(self._trial) == 1 and present else None

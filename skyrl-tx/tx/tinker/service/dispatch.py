@@ -55,7 +55,7 @@ class Dispatch:
             await self.sample(pending)
         if restored.died_at_work:
             heads = [run.head for run in self._state.runs.values()]
-            await self._count_death([*heads, *restored.samples], "the server died with it")
+            await self._count_crash([*heads, *restored.samples], "the server crashed with it")
 
     def due(self, run: Run, pending_requests: list[PendingRequest]) -> None:
         """Queue requests after all their predecessors have arrived."""
@@ -142,22 +142,22 @@ class Dispatch:
                 pending.recording_result = True
                 self.spawn(self._record_outcome(pending, message))
 
-    async def on_death(self, why: str) -> None:
+    async def on_crash(self, why: str) -> None:
         """Count a crash of the engine, and fail its culprit once identified."""
         heads = [run.head for run in self._state.runs.values() if run.touched_in == self._link.engine_generation]
         samples = [pending for pending in self._samples.values() if pending.sent_to == self._link.engine_generation]
-        await self._count_death([*heads, *samples], why)
+        await self._count_crash([*heads, *samples], why)
 
-    async def _count_death(self, present: Iterable[PendingRequest | None], why: str) -> None:
-        culprit_request = self._bisector.died(
+    async def _count_crash(self, present: Iterable[PendingRequest | None], why: str) -> None:
+        culprit_request = self._bisector.record_crash(
             [pending for pending in present if pending is not None and not pending.recording_result]
         )
         num_deaths = {pending.request_id: number for pending, number in self._bisector.deaths.items()}
         await self._store.write(partial(record_deaths, num_deaths=num_deaths))
         if culprit_request is not None:
             self.num_culprit_requests += 1
-            log.error("request %s ends the engine whenever it is tried; it fails", culprit_request.request_id)
-            await self.fail([culprit_request], f"the engine died each time this was tried; last: {why}", "server")
+            log.error("request %s crashes the engine on every attempt; it is failed", culprit_request.request_id)
+            await self.fail([culprit_request], f"the engine crashed on every attempt; last error: {why}", "server")
 
     # ---- sending
 
@@ -287,7 +287,7 @@ class Dispatch:
         except Exception:  # engine and database differ: an engine restored from the database does not
             log.exception("the outcome of %s could not be recorded", pending.request_id)
             pending.recording_result = False
-            self._link.kill("what it had done could not be recorded")
+            self._link.kill("its result could not be recorded")
 
     async def _record_done_without_engine(self, pending: PendingRequest) -> None:
         pending.recording_result = True

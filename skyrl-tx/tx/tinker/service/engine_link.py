@@ -61,7 +61,7 @@ class EngineLink:
         standby: bool = False,
     ):
         self._command, self._folder, self._timeouts = command, folder, timeouts or EngineTimeouts()
-        self._standby = Standby(command) if standby else None
+        self.standby = Standby(command) if standby else None
         self.engine_generation = 0
         """Number of the present or last engine."""
         self.ready = False
@@ -76,7 +76,7 @@ class EngineLink:
         self.log_tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
         self._informed = asyncio.Event()
         self._channel: ApiChannel | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self.process: asyncio.subprocess.Process | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._heard_at = 0.0
         self._deaths_in_a_row = 0
@@ -114,7 +114,7 @@ class EngineLink:
     def kill(self, reason: str) -> None:
         """Kill the present engine; a restart follows."""
         self._kill_reason = reason
-        self._send_signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
     async def close(self) -> None:
         """Terminate the engine, and kill it after a timeout."""
@@ -123,15 +123,15 @@ class EngineLink:
         supervision, self._supervision = self._supervision, None
         # Before the engine ends: the supervision would start another one.
         self._closing = True
-        if self._process is not None and self._process.returncode is None:
+        if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()  # it alone: its children are its own to end, once models are on disk
+                self.process.terminate()  # it alone: its children are its own to end, once models are on disk
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), self._timeouts.stop)
+                await asyncio.wait_for(self.process.wait(), self._timeouts.stop)
         supervision.cancel()
         await asyncio.wait((supervision,))
-        if self._standby is not None:
-            await self._standby.close()
+        if self.standby is not None:
+            await self.standby.close()
 
     # ---- supervision
 
@@ -154,8 +154,8 @@ class EngineLink:
             try:
                 await self._on_death(public)
             except Exception:  # broad: whatever fails there, an engine is needed
-                log.exception("after the end of engine %d", self.engine_generation)
-            if self._process is not None and self._process.returncode == WRONG_SETTINGS:
+                log.exception("after engine %d ended", self.engine_generation)
+            if self.process is not None and self.process.returncode == WRONG_SETTINGS:
                 self.trouble = f"the engine cannot be started: {public}"
                 self.fatal_config_error.set()
                 return
@@ -170,7 +170,7 @@ class EngineLink:
         tasks: list[asyncio.Task[str]] = []
         try:
             self._heard_at = time.monotonic()
-            process = self._process = await self._start_process(channel.address)
+            process = self.process = await self._start_process(channel.address)
             reading = asyncio.create_task(self._read_log(process))
             tasks = [
                 asyncio.create_task(self._wait_for_exit(process, reading)),
@@ -187,14 +187,14 @@ class EngineLink:
             # No result of this engine may be taken once its death is reported, which counts the unfinished requests.
             for task in tasks:
                 task.cancel()
-            self._send_signal(signal.SIGKILL)
-            if self._process is not None:
-                await self._process.wait()
+            self.send_signal(signal.SIGKILL)
+            if self.process is not None:
+                await self.process.wait()
             channel.close()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _start_process(self, address: str) -> asyncio.subprocess.Process:
-        if self._standby is not None and (process := await self._standby.take(address)) is not None:
+        if self.standby is not None and (process := await self.standby.take(address)) is not None:
             return process
         return await start_process(self._command(address))
 
@@ -204,7 +204,7 @@ class EngineLink:
         reading.cancel()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         last = next((line for line in reversed(self.log_tail) if line.strip()), "")
-        return f"it ended with {how}" + (f": {last[-300:]}" if last else "")
+        return f"it exited with {how}" + (f": {last[-300:]}" if last else "")
 
     async def _read_messages(self, channel: ApiChannel) -> str:
         with contextlib.ExitStack() as starting:
@@ -223,19 +223,19 @@ class EngineLink:
                     log.info("engine %d is ready", self.engine_generation)
                     self._on_ready()
                     # Not before: the imports of the next engine would slow down the start of this one.
-                    if self._standby is not None:
-                        self._standby.prepare()
+                    if self.standby is not None:
+                        self.standby.prepare()
                 case EngineStats():
                     self.stats = message
                     if stuck := self._describe_stuck(message):
                         return stuck + await explanation(f"{stuck[0].upper()}{stuck[1:]}")
                 case _:
                     self._on_message(message)
-        return "its channel was closed"
+        return "its connection was closed"
 
     def _describe_stuck(self, stats: EngineStats) -> str | None:
         limit = self._timeouts.turn
-        for what, seconds in (("a training pass", stats.turn_seconds), ("a step of sampling", stats.step_seconds)):
+        for what, seconds in (("a training pass", stats.turn_seconds), ("a sampling step", stats.step_seconds)):
             if seconds > limit:
                 return f"{what} took longer than {limit:g} s (--pass-timeout-seconds)"
         return None
@@ -246,7 +246,7 @@ class EngineLink:
             # Detects a hung event loop. With a hung training thread statistics still arrive: see `_describe_stuck`.
             timeouts = self._timeouts.silence if self.ready else self._timeouts.start
             if time.monotonic() - self._heard_at > timeouts:
-                silent = f"it said nothing for {timeouts:g} s" + ("" if self.ready else " after its start")
+                silent = f"it did not respond for {timeouts:g} s" + ("" if self.ready else " after startup")
                 return silent + await explanation(f"the engine: {silent}")
 
     async def _read_log(self, process: asyncio.subprocess.Process) -> None:
@@ -263,8 +263,8 @@ class EngineLink:
         if rest:
             self.log_tail.append(rest)
 
-    def _send_signal(self, number: int) -> None:
-        send_signal_to_session(self._process, number)
+    def send_signal(self, number: int) -> None:
+        send_signal_to_session(self.process, number)
 
 
 def _remove_details(why: str) -> str:

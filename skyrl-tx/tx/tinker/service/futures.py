@@ -44,7 +44,7 @@ class Futures:
         Raises:
             RequestError: 404 unknown, 410 expired
         """
-        self._state.heard_of(tenant, request_id)
+        self._state.record_poll(tenant, request_id)
         result = await self._find(tenant, request_id, timeout)
         if isinstance(result, StoredResult):
             self.delivered.setdefault(request_id, time.time())
@@ -93,9 +93,9 @@ class Futures:
             try:
                 body = await asyncio.to_thread(self._blobs.get, row.result_blob)
             except FileNotFoundError:
-                raise gone(request_id) from None
+                raise build_expired_error(request_id) from None
         if row.status == "done" and body is None:
-            raise gone(request_id)
+            raise build_expired_error(request_id)
         return StoredResult(request_id, row.kind, body, row.error, row.category)
 
 
@@ -108,9 +108,9 @@ def _get_row(database: Database, tenant: str, request_id: str) -> RequestRow | N
         return None
     model, sampler = database.get(ModelRow, owner), database.get(SamplerRow, owner)
     if model is not None and model.tenant == tenant and int(seq) < model.next_seq:
-        raise gone(request_id)
+        raise build_expired_error(request_id)
     if sampler is not None and sampler.tenant == tenant:  # clients resubmit samples that were removed
-        raise gone(request_id)
+        raise build_expired_error(request_id)
     return None
 
 
@@ -118,5 +118,5 @@ def _build_unknown_error(request_id: str) -> RequestError:
     return RequestError(f"request_id {request_id[:200]!r} is not known", 404)
 
 
-def gone(request_id: str) -> RequestError:
+def build_expired_error(request_id: str) -> RequestError:
     return RequestError(f"the result of {request_id[:200]!r} has expired", 410)

@@ -92,7 +92,7 @@ class RequestIntake:
         if (deciding := run.deciding.get(seq)) is None and not run.sequence.knows(seq):
             if run.sequence.too_far(seq):
                 expected = run.sequence.next_seq
-                raise RequestError(f"seq_id must be {expected} to {expected + FURTHEST_AHEAD} by now; got {seq}")
+                raise RequestError(f"seq_id must be {expected} to {expected + FURTHEST_AHEAD} at this point; got {seq}")
             if seq != run.sequence.next_seq:  # that one is what others wait for
                 self._limits.admit_training(tenant)
             tokens = self._admit_tokens(run, seq, request)
@@ -146,7 +146,7 @@ class RequestIntake:
             }
             run.refused |= refusals
             pending_requests = given_up.stranded
-            error = f"not done, since {late}, and requests of a model are done in order"
+            error = f"not executed, because {late} and requests of a model are executed in order"
 
             def unit(database: Database, pending_requests=pending_requests, error=error, refusals=refusals) -> None:
                 fail_requests(database, pending_requests, error, "user")
@@ -226,7 +226,7 @@ class RequestIntake:
         try:
             await self._store.write(lambda database: insert(database, pending))
         except IntegrityError:
-            log.warning("%s was written down before, though it had seemed to fail", pending.request_id)
+            log.warning("%s had already been recorded, although the write seemed to fail", pending.request_id)
         except BaseException as error:
             self._limits.leave(pending.tenant, None)
             self._state.keep_promise(pending)
@@ -239,7 +239,7 @@ class RequestIntake:
         if run.deciding:
             await asyncio.wait(list(run.deciding.values()))
         if stranded := run.sequence.drain():
-            error = "not done: the model was unloaded before its earlier requests arrived"
+            error = "not executed: the model was unloaded before its earlier requests arrived"
             await self._dispatch.fail(stranded, error, "user")
         request_id = format_request_id(run.model_id, "unload")
         stored = Unload.encode(run.tenant, run.model_id, run.sequence.next_seq)

@@ -28,21 +28,25 @@ class Limits:
         """Check the limit of training requests. Raises: Busy."""
         if self.training[tenant] >= self.max_pending:
             self._raise_busy(
-                tenant, f"{self.training[tenant]} training requests wait already; the most is {self.max_pending}"
+                tenant,
+                f"{self.training[tenant]} training requests are already waiting; the maximum is {self.max_pending}",
             )
 
     def admit_sample(self, tenant: str, tokens: int) -> None:
         """Check the limits of samples, of sample tokens and of tokens per minute. Raises: Busy."""
         self.quota.admit(tenant)
         if self.samples[tenant] >= self.max_pending:
-            self._raise_busy(tenant, f"{self.samples[tenant]} samples wait already; the most is {self.max_pending}")
+            self._raise_busy(
+                tenant, f"{self.samples[tenant]} samples are already waiting; the maximum is {self.max_pending}"
+            )
         own, total = self.sample_tokens[tenant], self.sample_tokens.total()
         others = sum(1 for other, count in self.sample_tokens.items() if count and other != tenant)
         share = self.max_sample_tokens / (others + 1)
         if own and total + tokens > self.max_sample_tokens and own + tokens > share:
             self._raise_busy(
                 tenant,
-                f"samples of {own} tokens wait already; the share of one of {others + 1} tenants is {int(share)}",
+                f"samples of {own} tokens are already waiting; the share of one of {others + 1} tenants "
+                f"is {int(share)}",
             )
 
     def enter(self, tenant: str, tokens: int | None) -> None:

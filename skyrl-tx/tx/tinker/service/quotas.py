@@ -27,17 +27,17 @@ class TokenQuota:
         """Tokens not yet forgotten, and when that was."""
         self.refusals: Counter[str] = Counter()
 
-    def left(self, tenant: str) -> float:
+    def get_remaining(self, tenant: str) -> float:
         """Return the tokens in the bucket; below 0, the debt."""
         return float("inf") if self._per_minute is None else self._per_minute - self._get_used(tenant)
 
-    def all_left(self) -> dict[str, float]:
+    def get_all_remaining(self) -> dict[str, float]:
         """Return the tokens left by tenant, of those that used some."""
-        return {tenant: self.left(tenant) for tenant in self._used}
+        return {tenant: self.get_remaining(tenant) for tenant in self._used}
 
     def admit(self, tenant: str) -> None:
         """Raise Busy if the bucket is empty."""
-        left = self.left(tenant)
+        left = self.get_remaining(tenant)
         if left <= 0:
             assert self._per_minute is not None
             self.refuse(tenant, 60 * (1 - left) / self._per_minute)
@@ -47,7 +47,7 @@ class TokenQuota:
         self.refusals[tenant] += 1
         raise Busy(
             f"this key has used its {self._per_minute:,} tokens per minute (max_tokens_per_minute_per_tenant of the "
-            f"server); send the request again in {seconds:.0f} s",
+            f"server); retry in {seconds:.0f} s",
             min(max(seconds, 1.0), LONGEST_RETRY_SECONDS),
         )
 
@@ -55,8 +55,9 @@ class TokenQuota:
         """Raise RequestError for data that are too large ever to be accepted in time."""
         if self._per_minute is not None and tokens > MOST_MINUTES * self._per_minute:
             raise RequestError(
-                f"data have {tokens:,} tokens, and this key may use {self._per_minute:,} per minute "
-                f"(max_tokens_per_minute_per_tenant of the server): send at most {MOST_MINUTES} minutes' at a time"
+                f"data has {tokens:,} tokens, but this key may use {self._per_minute:,} per minute "
+                f"(max_tokens_per_minute_per_tenant of the server): send at most the tokens of {MOST_MINUTES} minutes "
+                "per request"
             )
 
     def charge(self, tenant: str, tokens: int) -> None:

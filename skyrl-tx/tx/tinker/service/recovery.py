@@ -73,7 +73,7 @@ async def restore(store: Store, state: ServerState, limits: Limits) -> RestoredR
         state.promise(pending)
         limits.enter(pending.tenant, pending.tokens if pending.kind == "sample" else None)
     log.info(
-        "restored %d sessions, %d models, %d samplers, %d requests to do",
+        "restored %d sessions, %d models, %d samplers, %d pending requests",
         len(state.sessions), len(state.runs), len(state.samplers), len(state.pending),
     )  # fmt: skip
     num_deaths = {row.request_id: row.num_deaths for row in rows.requests}

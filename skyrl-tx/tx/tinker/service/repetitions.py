@@ -65,8 +65,8 @@ class Repetitions:
         if before is not None and before != content:
             owner, _, seq = request_id.rpartition(":")
             raise RequestError(
-                f"seq_id: {seq} of {owner} came before with other content; repeat a request as it was, or take the "
-                "next number (two programs that train or sample with one id need one counter)"
+                f"seq_id: {seq} of {owner} was already used with different content; repeat a request unchanged, or "
+                "use the next number (two programs that use the same id need a common counter)"
             )
 
 

@@ -29,7 +29,7 @@ def collect_metrics(state: ServerState, limits: Limits, link: EngineLink, dispat
         "oldest_pending_seconds": now - min((pending.accepted_at for pending in state.pending.values()), default=now),
         "refused_for_load_total": dict(limits.refusals),
         "refused_for_quota_total": dict(limits.quota.refusals),
-        "quota_tokens_left": limits.quota.all_left(),
+        "quota_tokens_left": limits.quota.get_all_remaining(),
         "saves_under_way": dict(Counter(tenant for tenant, *_ in state.saves.values())),
         **state.free_bytes,
         "engine_ready": int(link.ready),

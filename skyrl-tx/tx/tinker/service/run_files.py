@@ -102,7 +102,7 @@ class RunFiles:
         self._not_removed: set[str] = set()
 
     def begin(self, config: EngineConfig) -> None:
-        """Write that the server starts, with its settings: without the database's URL, which may hold a password."""
+        """Log the start of the server with its settings, except the database's URL, which may contain a password."""
         settings = config.model_dump(mode="json", exclude={"database_url"})
         facts = {"trainer": {"run_name": SERVER, "policy": {"model": {"path": config.base_model}}}, "tinker": settings}
         self._submit(partial(self._write_start, SERVER, facts, "step 0: the server starts"))
@@ -158,7 +158,7 @@ class RunFiles:
 
     def close(self, seconds: float | None = None) -> None:
         """Write that the server stops, and wait until all is written, but not longer than `seconds`."""
-        self._submit(partial(self._log, SERVER, "INFO", "told to stop"))
+        self._submit(partial(self._log, SERVER, "INFO", "stop requested"))
         self._is_closed = True
         self._writes.put(None)
         self._thread.join(seconds)
@@ -188,7 +188,7 @@ class RunFiles:
                 self._is_failing = False
             except OSError as error:
                 if not self._is_failing:
-                    log.warning("run folders in %s cannot be written, so curves have gaps: %s", self._folder, error)
+                    log.warning("run folders in %s cannot be written, so metrics have gaps: %s", self._folder, error)
                 self._is_failing = True
             except Exception:  # a curve is no reason to end anything
                 log.exception("run folders in %s", self._folder)
@@ -256,8 +256,8 @@ class RunFiles:
         is_full = num_bytes > max_bytes
         if is_full and not self._is_full:
             log.warning(
-                "run folders of live models take %.3g GB, above max_runs_gb=%g, so that those of unloaded models are "
-                "removed at once: unload models, or raise the limit",
+                "run folders of live models take %.3g GB, above max_runs_gb=%g, so run folders of unloaded models "
+                "are removed immediately: unload models, or raise the limit",
                 num_bytes / 1e9, max_bytes / 1e9,
             )  # fmt: skip
         self._is_full = is_full

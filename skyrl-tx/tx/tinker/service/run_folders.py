@@ -32,7 +32,7 @@ class Removal(NamedTuple):
     """Result of `remove_oldest`."""
 
     removed: list[str]
-    """Names of the folders that are gone."""
+    """Names of the removed folders."""
     failed: dict[str, OSError]
     """Errors of those that could not be removed."""
     num_bytes: float

@@ -110,7 +110,7 @@ class Runs:
         if run is not None and run.tenant == tenant:
             await self._intake.unload(run)
         elif (await self._get_row(tenant, model_id)).status != "unloaded":
-            raise RequestError(f"model_id {model_id!r} is no live model: its creation failed", 404)
+            raise RequestError(f"model_id {model_id!r} is not a live model: its creation failed", 404)
         return {"request_id": format_request_id(model_id, "unload"), "model_id": model_id}
 
     def check_base_model(self, name: str) -> None:
@@ -160,8 +160,8 @@ class Runs:
         number = sum(run.tenant == tenant for run in self._state.runs.values())
         if most is not None and number >= most:
             raise RequestError(
-                f"{number} models of this key are live and the most is {most} (max_models_per_tenant of the server): "
-                "unload one, or end its session"
+                f"{number} models of this key are live and the maximum is {most} (max_models_per_tenant of the "
+                "server): unload one, or end its session"
             )
 
     async def _is_repeated(
@@ -185,7 +185,7 @@ class Runs:
     async def _get_row(self, tenant: str, model_id: str) -> ModelRow:
         row = await self._store.read(lambda database: database.get(ModelRow, model_id))
         if row is None or row.tenant != tenant:
-            raise RequestError(f"model_id {model_id!r} is not known", 404)
+            raise RequestError(f"model_id {model_id!r} is unknown", 404)
         return row
 
     def _build_row(self, tenant: str, session_id: str, model_seq_id: int, base_model: str, lora: LoraSpec) -> ModelRow:

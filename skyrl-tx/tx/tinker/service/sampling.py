@@ -63,8 +63,8 @@ class Samplers:
         sampler_id = format_sampler_id(session.session_id, request.sampling_session_seq_id)
         if sampler_id in self._state.promised_samplers:
             raise RequestError(
-                f"sampling_session_seq_id {request.sampling_session_seq_id} is taken by a save_weights_for_sampler "
-                "that is under way: give the next number"
+                f"sampling_session_seq_id {request.sampling_session_seq_id} is in use by a save_weights_for_sampler "
+                "in progress: use the next number"
             )
         if (sampler := self._state.samplers.get(sampler_id)) is not None:
             _check_same(sampler, request)
@@ -82,7 +82,7 @@ class Samplers:
         """Describe a sampler. Raises: RequestError 404."""
         row = await self._store.read(lambda database: database.get(SamplerRow, sampler_id))
         if row is None or row.tenant != tenant:
-            raise RequestError(f"there is no sampler {sampler_id[:200]!r}", 404)
+            raise RequestError(f"no sampler {sampler_id[:200]!r}", 404)
         return {"sampler_id": sampler_id, "base_model": row.base_model, "model_path": row.model_path}
 
     async def _create_sampler(
@@ -158,7 +158,9 @@ class Samplers:
     async def _build_spec(self, request: schemas.AsampleRequest) -> SampleSpec:
         """Check a request. Raises: RequestError."""
         if request.record_stability_info and not self._records_stability:
-            raise RequestError(f"record_stability_info belongs to the loss {STABLE_REINFORCE}: {_LOSS_IS_ELSEWHERE}")
+            raise RequestError(
+                f"record_stability_info is only supported by the loss {STABLE_REINFORCE}: {_LOSS_IS_ELSEWHERE}"
+            )
         if request.target_prompt_logprobs is not None and not self._scores_targets:
             raise RequestError(TARGETS_REFUSED)
         if request.num_tokens > THREAD_FROM_TOKENS:
@@ -204,8 +206,8 @@ def _check_same(sampler: Sampler, request: schemas.CreateSamplingSessionRequest)
     if sampler.ephemeral or sampler.model_path != request.model_path or not same_model:
         weights = sampler.model_path or ("weights without a name" if sampler.ephemeral else sampler.base_model)
         raise RequestError(
-            f"sampling_session_seq_id {request.sampling_session_seq_id} of this session is taken by a sampler of "
-            f"{weights}: give the next number"
+            f"sampling_session_seq_id {request.sampling_session_seq_id} of this session is in use by a sampler of "
+            f"{weights}: use the next number"
         )
 
 

@@ -45,7 +45,7 @@ class Sequencer(Generic[T]):
     def offer(self, seq: int, item: T | None, now: float) -> list[T]:
         """Add a request, or None for a refused one, which only uses up its seq. Returns: due requests, in order."""
         if self.knows(seq):
-            raise ValueError(f"seq {seq} was offered before")
+            raise ValueError(f"seq {seq} was already submitted")
         self._early[seq] = _Early(item, now)
         due = []
         while (early := self._early.pop(self.next_seq, None)) is not None:

@@ -53,6 +53,7 @@ class TinkerService:
 
     Attributes:
         sessions, models, intake, sampling, checkpoints, futures: operations of the endpoints
+        link, dispatch, state, limits, cleanup, store: engine, its commands, live sessions and models, quotas, storage
 
     Args:
         config: settings
@@ -73,14 +74,14 @@ class TinkerService:
         command: Callable[[str], list[str]] | None = None,
         timeouts: EngineTimeouts | None = None,
     ):
-        self._config, self._facts, self._store = config, facts, store
-        self._state = state = ServerState()
-        self._limits = limits = Limits(
+        self.config, self._facts, self.store = config, facts, store
+        self.state = state = ServerState()
+        self.limits = limits = Limits(
             config.max_pending_per_tenant,
             config.max_sample_tokens_pending,
             TokenQuota(config.max_tokens_per_minute_per_tenant),
         )
-        self._link = link = EngineLink(
+        self.link = link = EngineLink(
             command or partial(build_engine_command, config), config.state_folder / "sockets",
             timeouts or EngineTimeouts(turn=config.pass_timeout_seconds), standby=config.standby_engine,
         )  # fmt: skip
@@ -90,17 +91,17 @@ class TinkerService:
         self._run_files = RunFiles(config.state_folder / "runs", samples)
         private = (folders.base, str(config.state_folder.absolute()))
         recorder = ResultRecorder(store, blobs, state, limits, self.futures, self._run_files, private)
-        self._dispatch = Dispatch(store, blobs, state, link, recorder)
+        self.dispatch = Dispatch(store, blobs, state, link, recorder)
         self.checkpoints = Checkpoints(store, state, config.max_checkpoints_gb_per_tenant)
         context = EncodeContext(facts, folders, self.checkpoints)
-        self.intake = RequestIntake(store, blobs, state, limits, self._dispatch, context)
-        self.sessions = Sessions(store, state, self.intake, self._dispatch)
-        self.models = Runs(config, facts, store, state, limits, self.intake, self._dispatch, link, self.checkpoints)
+        self.intake = RequestIntake(store, blobs, state, limits, self.dispatch, context)
+        self.sessions = Sessions(store, state, self.intake, self.dispatch)
+        self.models = Runs(config, facts, store, state, limits, self.intake, self.dispatch, link, self.checkpoints)
         self.sampling = Samplers(
-            facts, store, state, limits, self._dispatch, self.models, self.checkpoints,
+            facts, store, state, limits, self.dispatch, self.models, self.checkpoints,
             records_stability=config.stable_reinforce_as is not None, scores_targets=config.backend == "torch",
         )  # fmt: skip
-        self._cleanup = BackgroundCleanup(
+        self.cleanup = BackgroundCleanup(
             config, store, blobs, folders, state, self.futures, self.sessions, self.intake,
             config.state_folder / "snapshots",
         )  # fmt: skip
@@ -111,56 +112,56 @@ class TinkerService:
         Raises:
             ConfigError: the database cannot be used.
         """
-        if self._config.checkpoints_base == EngineConfig.model_fields["checkpoints_base"].default:
+        if self.config.checkpoints_base == EngineConfig.model_fields["checkpoints_base"].default:
             log.warning(
-                "--checkpoints-base is %s: a restart of the machine may clear it; give a folder that stays",
-                self._config.checkpoints_base,
+                "--checkpoints-base is %s: it may be cleared when the machine restarts; use a persistent folder",
+                self.config.checkpoints_base,
             )
-        if (loss := self._config.stable_reinforce_as) is not None:
+        if (loss := self.config.stable_reinforce_as) is not None:
             log.warning("the loss %s is computed as %s (--stable-reinforce-as)", STABLE_REINFORCE, loss)
-        await self._store.start()
+        await self.store.start()
         try:
             # Before requests are taken in: a blob without a row is then a leftover, not one that is being written.
-            await self._cleanup.run_startup_cleanup()
-            await self._dispatch.restore(await restore(self._store, self._state, self._limits))
+            await self.cleanup.run_startup_cleanup()
+            await self.dispatch.restore(await restore(self.store, self.state, self.limits))
             await self.sessions.finish_endings()
         except BaseException:
-            await self._store.close()
+            await self.store.close()
             raise
         # After the restore: the engine is sent what that has found as soon as it is ready.
-        self._link.start(self._dispatch.on_ready, self._dispatch.on_message, self._handle_engine_exit)
-        await self._cleanup.measure_disks()
-        self._cleanup.start()
-        self._run_files.begin(self._config)
+        self.link.start(self.dispatch.on_ready, self.dispatch.on_message, self._handle_engine_exit)
+        await self.cleanup.measure_disks()
+        self.cleanup.start()
+        self._run_files.begin(self.config)
         await self._log_metrics()
-        self._cleanup.every(METRICS_SECONDS, self._log_metrics)
+        self.cleanup.every(METRICS_SECONDS, self._log_metrics)
         await self._remove_old_run_folders()
-        self._cleanup.every(RUN_FOLDERS_SECONDS, self._remove_old_run_folders)
+        self.cleanup.every(RUN_FOLDERS_SECONDS, self._remove_old_run_folders)
 
     async def close(self) -> None:
         """Stop the engine and all background tasks. Accepted, unfinished requests stay in the database."""
         # The engine first: what it finishes while it stops is still recorded. The store last: all others write to it.
-        await self._link.close()
-        await self._dispatch.close()
-        await self._cleanup.close()
+        await self.link.close()
+        await self.dispatch.close()
+        await self.cleanup.close()
         await asyncio.to_thread(self._run_files.close, LAST_LINES_SECONDS)
-        await self._store.close()
+        await self.store.close()
 
     async def _log_metrics(self) -> None:
         self._run_files.note(self.metrics())
 
     async def _remove_old_run_folders(self) -> None:
-        self._run_files.limit(self._config.max_runs_gb * 1e9, self._state.runs)
+        self._run_files.limit(self.config.max_runs_gb * 1e9, self.state.runs)
 
     async def _handle_engine_exit(self, why: str) -> None:
-        await self._dispatch.on_death(why)
+        await self.dispatch.on_crash(why)
         # The next engine starts after this, so no snapshot is being written; some may still be recorded.
-        await self._cleanup.remove_unused_snapshots(frozenset(self._dispatch.recording))
+        await self.cleanup.remove_unused_snapshots(frozenset(self.dispatch.recording))
 
     @property
     def fatal_config_error(self) -> asyncio.Event:
         """Set when the engine exits because of wrong settings, which a restart cannot help; its log has the reason."""
-        return self._link.fatal_config_error
+        return self.link.fatal_config_error
 
     def capabilities(self) -> dict[str, JsonValue]:
         """List the served models."""
@@ -172,10 +173,10 @@ class TinkerService:
                     "trainable": True,
                     "sampleable": True,
                 }
-                for name in self._config.served_names
+                for name in self.config.served_names
             ]
         }
 
     def metrics(self) -> Metrics:
         """Return the present values of /metrics."""
-        return collect_metrics(self._state, self._limits, self._link, self._dispatch)
+        return collect_metrics(self.state, self.limits, self.link, self.dispatch)

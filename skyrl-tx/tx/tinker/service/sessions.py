@@ -123,7 +123,7 @@ class Sessions:
     async def _build_row(self, tenant: str, session_id: str) -> SessionRow:
         row = await self._store.read(lambda database: database.get(SessionRow, session_id))
         if row is None or row.tenant != tenant:
-            raise RequestError(f"session_id {session_id!r} is not known", 404)
+            raise RequestError(f"session_id {session_id!r} is unknown", 404)
         return row
 
     async def _close_session(self, session: Session, reason: str) -> None:
@@ -132,7 +132,7 @@ class Sessions:
         samplers = {s.sampler_id for s in self._state.samplers.values() if s.session_id == session.session_id}
         for sampler_id in samplers:
             del self._state.samplers[sampler_id]
-        await self._dispatch.cancel_samples(samplers, f"not done: the session {reason}")
+        await self._dispatch.cancel_samples(samplers, f"not executed: the session {reason}")
         for run in [run for run in self._state.runs.values() if run.session_id == session.session_id]:
             await self._intake.unload(run)
         log.info("session %s %s", session.session_id, reason)

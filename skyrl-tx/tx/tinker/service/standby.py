@@ -41,7 +41,7 @@ class Standby:
 
     def __init__(self, command: Callable[[str], list[str]]):
         self._command = command
-        self._process: Process | None = None
+        self.process: Process | None = None
         self._waits = False
         self._making: asyncio.Task[None] | None = None
 
@@ -52,11 +52,11 @@ class Standby:
 
     async def take(self, address: str) -> Process | None:
         """Turn the standby process into the engine of this channel. Returns: None if none is ready."""
-        process = self._process
+        process = self.process
         if process is None or not self._waits or process.returncode is not None:
             await self.close()
             return None
-        self._process, self._making, self._waits = None, None, False
+        self.process, self._making, self._waits = None, None, False
         assert process.stdin is not None
         process.stdin.write(f"{address}\n".encode())
         process.stdin.close()
@@ -67,14 +67,14 @@ class Standby:
         if self._making is not None:
             self._making.cancel()
             await asyncio.wait((self._making,))
-        process, self._process, self._making, self._waits = self._process, None, None, False
+        process, self.process, self._making, self._waits = self.process, None, None, False
         send_signal_to_session(process, signal.SIGKILL)
         if process is not None:
             await process.wait()
 
     async def _make(self) -> None:
         try:
-            process = self._process = await start_process(self._command(FROM_STDIN), stdin=PIPE)
+            process = self.process = await start_process(self._command(FROM_STDIN), stdin=PIPE)
         except OSError as error:
             log.warning("no standby engine: %s", error)
             return

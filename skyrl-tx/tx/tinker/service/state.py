@@ -165,7 +165,7 @@ class ServerState:
         if (session := self.sessions.get(session_id)) is not None:
             session.touch()
 
-    def heard_of(self, tenant: str, request_id: str) -> None:
+    def record_poll(self, tenant: str, request_id: str) -> None:
         """Record a poll for the result of a request: its session is alive."""
         pending = self.pending.get(request_id)
         if pending is None or pending.tenant != tenant:
@@ -178,7 +178,7 @@ class ServerState:
         """Look up a live session of the tenant. Raises: RequestError 404."""
         session = self.sessions.get(session_id)
         if session is None or session.tenant != tenant or session.ending is not None:
-            raise RequestError(f"session_id {session_id!r} is no live session: it ended, or never was", 404)
+            raise RequestError(f"session_id {session_id!r} is not a live session: it ended or never existed", 404)
         session.touch()
         return session
 
@@ -186,7 +186,7 @@ class ServerState:
         """Look up a live model of the tenant. Raises: RequestError 404."""
         run = self.runs.get(model_id)
         if run is None or run.tenant != tenant or run.unloading is not None:
-            raise RequestError(f"model_id {model_id!r} is no live model: it was unloaded, or never was", 404)
+            raise RequestError(f"model_id {model_id!r} is not a live model: it was unloaded or never existed", 404)
         self.touch(run.session_id)
         return run
 
@@ -195,8 +195,8 @@ class ServerState:
         sampler = self.samplers.get(sampler_id)
         if sampler is None or sampler.tenant != tenant:
             raise RequestError(
-                f"sampling session {sampler_id!r} is not there: its session ended, newer ones of its model took its "
-                "place (keep_samplers; weights that are saved with a name stay), or it never was",
+                f"sampling session {sampler_id!r} does not exist: its session ended, newer samplers of its model "
+                "replaced it (keep_samplers; named weights are kept), or it never existed",
                 404,
             )
         self.touch(sampler.session_id)

@@ -65,7 +65,7 @@ class Blobs:
         if found != database_id:
             raise ConfigError(
                 f"state_dir: the payloads in {self._folder} belong to another database ({found}, and this is "
-                f"{database_id}); give each database_url a state_dir of its own"
+                f"{database_id}); use a separate state_dir for each database_url"
             )
         for entry in os.scandir(self._partials):
             with suppress(FileNotFoundError):
@@ -119,5 +119,5 @@ class Blobs:
 
     def _get_path(self, blob: str) -> Path:
         if not _ID.fullmatch(blob):
-            raise ValueError(f"not the id of a blob: {blob[:80]!r}")
+            raise ValueError(f"not a blob id: {blob[:80]!r}")
         return self._folder / blob[:2] / blob

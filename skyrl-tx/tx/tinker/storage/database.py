@@ -27,8 +27,8 @@ _ADVISORY_LOCK = 0x74785F74696E6B65  # "tx_tinke"
 _LOCK_PATIENCE_SECONDS = 5.0
 """A server that was killed a moment ago may still hold the lock: PostgreSQL has to notice first."""
 _WAY_OUT = (
-    "Restore a copy, or move the file, its -wal and -shm and `blobs` of the state folder away and start anew; "
-    "then `tx recover` lists the checkpoints on disk again"
+    "Restore a copy, or move the file, its -wal and -shm and `blobs` of the state folder away and start with an "
+    "empty state; then `tx recover` lists the checkpoints on disk again"
 )
 _SQLITE_PRAGMAS = {
     "journal_mode": "WAL",
@@ -63,7 +63,7 @@ def parse_url(text: str) -> URL:
     if backend != "sqlite":
         raise ConfigError(f"database_url must begin with sqlite:/// or postgresql://; got {backend}://…")
     if not url.database or url.database == ":memory:":
-        raise ConfigError("database_url: a database in memory forgets all at every start; give sqlite:///FILE")
+        raise ConfigError("database_url: an in-memory database is lost at every restart; use sqlite:///FILE")
     file = Path(url.database).expanduser().absolute()
     return url.set(drivername="sqlite+pysqlite", database=str(file))
 
@@ -187,7 +187,7 @@ class Database:
     def _lock_to_read(self) -> None:
         """Lock the file against servers. A missing lock file is not created: then no server uses the database."""
         if not (database := Path(str(self.url.database))).is_file():
-            raise ConfigError(f"database_url: there is no file {database}; check --state-dir")
+            raise ConfigError(f"database_url: no file {database}; check --state-dir")
         with suppress(FileNotFoundError):
             self._lock_as(os.O_RDONLY)
 
@@ -210,8 +210,8 @@ class Database:
             owner = os.read(descriptor, 100).decode(errors="replace").strip()
             os.close(descriptor)
             raise AlreadyServed(
-                f"database_url: {self} is in use by another server (process {owner or 'unknown'}); stop that one, or "
-                "give this one another --database-url and --state-dir"
+                f"database_url: {self} is in use by another server (process {owner or 'unknown'}); stop it, or use "
+                "another --database-url and --state-dir"
             ) from error
         self._lock = descriptor
         return descriptor
@@ -241,8 +241,8 @@ class Database:
         found = set(inspect(connection).get_table_names()) & set(Row.metadata.tables)
         if found and SchemaRow.__tablename__ not in found:
             raise ConfigError(
-                f"database_url: {self} has tables of another program ({', '.join(sorted(found))}); give one that is "
-                "empty or does not exist"
+                f"database_url: {self} has tables of another program ({', '.join(sorted(found))}); use an empty or "
+                "new database"
             )
         return bool(found)
 
@@ -257,10 +257,10 @@ class Database:
         if version in good:
             return
         newer = version > SCHEMA_VERSION
-        way_out = "update skyrl-tx" if newer else "start the release of skyrl-tx that made it"
+        way_out = "update skyrl-tx" if newer else "start the release of skyrl-tx that created it"
         raise ConfigError(
-            f"database_url: {self} was made by {'a newer' if newer else 'an older'} release (schema "
-            f"{version}, this one has {SCHEMA_VERSION}); {way_out}, or give a new database"
+            f"database_url: {self} was created by {'a newer' if newer else 'an older'} release (schema {version}, "
+            f"this one has {SCHEMA_VERSION}); {way_out}, or use a new database"
         )
 
 
@@ -327,8 +327,8 @@ def _acquire_advisory_lock(connection: Any) -> None:
             with suppress(Exception):
                 connection.close()
             raise AlreadyServed(
-                "database_url: this PostgreSQL database is in use by another server; stop that one, or give this one "
-                "another --database-url"
+                "database_url: this PostgreSQL database is in use by another server; stop it, or use another "
+                "--database-url"
             )
         time.sleep(0.1)
 

@@ -132,7 +132,7 @@ class RequestRow(Row, table=True):
     order: bytes | None = Field(default=None, sa_column=Column(LargeBinary))
     """Command for the engine (msgpack of `engine.messages`), without the payload; None once it is no longer needed."""
     payload: str | None = None
-    """Blob of the payload; goes with the order."""
+    """Blob of the payload; deleted with the order."""
     content: bytes | None = Field(default=None, sa_column=Column(LargeBinary))
     """Hash of what was asked (`service.repetitions`)."""
     status: str = Field(index=True)
@@ -185,7 +185,7 @@ class SamplerRow(Row, table=True):
     folder: str | None = None
     """The adapter's; None: the base model."""
     ephemeral: bool = False
-    """The folder belongs to this sampler alone and goes with it."""
+    """The folder belongs only to this sampler and is deleted with it."""
     created_at: float
 
 

@@ -72,11 +72,11 @@ class Folders:
         for part in parts:
             if not _PART.fullmatch(part):
                 raise ValueError(
-                    f"a part of a folder's name must be 1 to 255 letters, digits and '_.:@-', beginning with a letter, "
-                    f"digit or '_'; got {part[:80]!r}"
+                    "each component of a folder name must be 1 to 255 letters, digits and '_.:@-', beginning with a "
+                    f"letter, digit or '_'; got {part[:80]!r}"
                 )
         if not parts:
-            raise ValueError("a folder under the base needs a name")
+            raise ValueError("a folder below checkpoints_base needs a name")
         return "/".join((self.base, *parts))
 
     @contextmanager
@@ -156,7 +156,7 @@ class Folders:
     def _check_ours(self, folder: str) -> None:
         inside = folder.removeprefix(self.base + "/")
         if inside == folder or not all(_PART.fullmatch(part) for part in inside.split("/")):
-            raise ValueError(f"{folder[:200]!r} is no folder under checkpoints_base ({self.base})")
+            raise ValueError(f"{folder[:200]!r} is not a folder below checkpoints_base ({self.base})")
 
     def _move_into_place(self, scratch: Path, place: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ class Folders:
 def _check_exists(folder: str) -> Path:
     path = Path(folder)
     if not path.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}")
+        raise FileNotFoundError(f"no folder {folder}")
     return path
 
 

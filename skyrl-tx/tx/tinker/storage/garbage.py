@@ -42,14 +42,14 @@ _checkpoints, _sessions, _scheduled_deletions = (
 MOST_AT_ONCE = 250
 """Maximum number of rows per call, a few hundredths of a second: other units wait for it."""
 ABANDONED_SECONDS = 24 * 3600.0
-"""A result that nobody fetched is kept for so long, or for the ttl if that is longer."""
+"""A result that was not fetched is kept for this time, or for the ttl if that is longer."""
 
 
 class Forgotten(NamedTuple):
     """Requests forgotten by one call."""
 
     num_requests: int
-    """0: there is no more to do for now."""
+    """0: nothing to do for now."""
     blobs: list[str]
     """Blobs that may be deleted from disk after the commit."""
 

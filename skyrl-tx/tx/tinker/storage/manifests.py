@@ -74,7 +74,7 @@ def find_damage(folder: Path) -> Iterator[str]:
         elif path.stat().st_size != size:
             yield f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
         elif compute_sha256(path) != sha256:
-            yield f"{name} is damaged (its sha256 is not that of the file that was saved)"
+            yield f"{name} is damaged (its sha256 differs from the saved file's)"
 
 
 def compute_signature(folder: Path) -> Signature:

@@ -52,7 +52,9 @@ class RemoteFolders:
                 f"'{_DRIVERS.get(scheme, 'its fsspec package')}' ({error})"
             ) from error
         except ValueError as error:
-            raise ConfigError(f"checkpoints_base: {base} is no folder and no URL that fsspec knows: {error}") from error
+            raise ConfigError(
+                f"checkpoints_base: {base} is neither a folder nor a URL that fsspec supports: {error}"
+            ) from error
         self._cache, self._cache_bytes = cache, cache_bytes
         self._partials = cache / PARTIAL
         try:
@@ -91,10 +93,10 @@ class RemoteFolders:
         """
         manifest = self._read_manifest(folder)
         if manifest is None:
-            raise FileNotFoundError(f"there is no folder {folder}")
+            raise FileNotFoundError(f"no folder {folder}")
         copy = self._cache / hashlib.sha256(manifest).hexdigest()
         if verified and (damage := list(find_damage(copy))):
-            log.warning("%s, a copy of %s, is fetched again: %s", copy, folder, "; ".join(damage))
+            log.warning("%s, a copy of %s, is downloaded again: %s", copy, folder, "; ".join(damage))
             remove_tree(copy, self._partials)
         if not self._update_last_use(copy):
             with self.scratch() as scratch:
@@ -110,7 +112,7 @@ class RemoteFolders:
         """Return the bytes of its files. Raises FileNotFoundError."""
         manifest = self._read_manifest(folder)
         if manifest is None:
-            raise FileNotFoundError(f"there is no folder {folder}")
+            raise FileNotFoundError(f"no folder {folder}")
         return sum(file["size"] for file in json.loads(manifest)["files"].values())
 
     def remove(self, folder: str) -> None:
@@ -137,8 +139,8 @@ class RemoteFolders:
         to.parent.mkdir(parents=True, exist_ok=True)
         self._fs.get_file(url, str(to))
         if compute_sha256(to) != sha256:
-            log.error("%s is not what its manifest says: damaged, or written over by someone else", url)
-            raise DamagedFilesError(f"{name} is damaged (its sha256 is not that of the file that was saved)")
+            log.error("%s does not match its manifest: it is damaged or was overwritten", url)
+            raise DamagedFilesError(f"{name} is damaged (its sha256 differs from the saved file's)")
 
     def _update_last_use(self, copy: Path) -> bool:
         """Update the time of last use of a copy. Returns False if it does not exist."""

@@ -194,7 +194,7 @@ class Store:
                     time.sleep(0.2)
                     continue
                 may_stand = lost and step == "committing"
-                outcome = "may or may not stand" if may_stand else "was not applied"
+                outcome = "may or may not be applied" if may_stand else "was not applied"
                 message = f"{self._database} failed while {step}, and this change {outcome}: {extract_reason(error)}"
                 raise StoreError(message, may_stand) from error
 
@@ -246,10 +246,13 @@ class _UnitSession(Session):
         super().add(instance, _warn=_warn)
 
     def commit(self) -> None:
-        raise RuntimeError("a unit does not commit: the store does, after it")
+        raise RuntimeError("a unit of work must not commit: the store commits after it")
 
     def rollback(self) -> None:
-        raise RuntimeError("a unit does not roll back: it raises, or does what may fail in session.begin_nested()")
+        raise RuntimeError(
+            "a unit of work must not roll back: it must raise, or use session.begin_nested() for operations "
+            "that may fail"
+        )
 
 
 def _open_session(connection: Connection) -> _UnitSession:
@@ -293,7 +296,7 @@ class _Unit:
             return
         if went_well:
             self.error = RuntimeError(
-                "a unit went on after an error had undone what it did; it needs begin_nested there"
+                "a unit of work continued after an error had rolled back its changes; it must use begin_nested there"
             )
         if savepoint.is_active:
             savepoint.rollback()
@@ -304,7 +307,7 @@ class _Unit:
         if self.error is None:
             self.done.set_result(self.value)
         elif isinstance(self.error, StopIteration):  # which a future cannot hold
-            self.done.set_exception(RuntimeError(f"a unit raised {self.error!r}"))
+            self.done.set_exception(RuntimeError(f"a unit of work raised {self.error!r}"))
         else:
             self.done.set_exception(self.error)
 

@@ -44,7 +44,7 @@ def check_training(request: TrainingRequest | TrainingPass, facts: ModelBounds, 
     rule = _get_rule(request.loss_fn)
     _check_loss_config(request, rule)
     if not request.data:
-        raise RequestError("data must hold at least one datum; got none")
+        raise RequestError("data must contain at least one datum; got none")
     for i, datum in enumerate(request.data):
         _check_datum(datum, f"data[{i}]", request.loss_fn, rule, facts, finite)
 
@@ -54,7 +54,7 @@ def _get_rule(loss_fn: str) -> LossRule:
         return LOSS_RULES[loss_fn]
     if loss_fn in ELSEWHERE:
         raise RequestError(f"loss_fn {loss_fn!r} is not supported by this server: {ELSEWHERE[loss_fn]}")
-    hint = did_you_mean(loss_fn, LOSS_RULES, otherwise="none of them is near")
+    hint = did_you_mean(loss_fn, LOSS_RULES, otherwise="no similar name")
     raise RequestError(f"loss_fn must be one of {', '.join(LOSS_RULES)}; got {loss_fn[:80]!r}; {hint}")
 
 
@@ -62,7 +62,7 @@ def _check_loss_config(request: TrainingRequest | TrainingPass, rule: LossRule) 
     config = fill_default_config(request.loss_fn, request.loss_config)
     for name, value in config.items():
         if name not in rule.config:
-            hint = did_you_mean(name, rule.config, otherwise="none of them is near")
+            hint = did_you_mean(name, rule.config, otherwise="no similar name")
             takes = f"takes {', '.join(rule.config)}; {hint}" if rule.config else "takes no settings"
             raise RequestError(f"loss_fn_config[{name[:80]!r}]: {request.loss_fn} {takes}")
         if not np.isfinite(value):
@@ -110,7 +110,7 @@ def _check_target_shape(targets: np.ndarray, name: str, length: int, loss_fn: st
 
 def _check_input(array: np.ndarray, key: str, name: str, shape: tuple[int, ...], loss_fn: str, rule: LossRule) -> None:
     if key not in rule.inputs:
-        hint = did_you_mean(key, rule.inputs, otherwise="none of them is near")
+        hint = did_you_mean(key, rule.inputs, otherwise="no similar name")
         raise RequestError(f"{name} is no input of {loss_fn}, which takes {', '.join(rule.inputs)}; {hint}")
     if array.shape != shape:
         raise RequestError(f"{name} must have the shape of the targets, {list(shape)}; got {list(array.shape)}")
@@ -168,7 +168,7 @@ def check_sample(spec: SampleSpec, facts: ModelBounds) -> None:
         RequestError: the prompt cannot be sampled from.
     """
     if not spec.prompt:
-        raise RequestError("prompt must hold at least one token; got none")
+        raise RequestError("prompt must contain at least one token; got none")
     _check_room(len(spec.prompt), spec.params.max_tokens, facts.max_context)
     check_tokens(np.asarray(spec.prompt), "prompt", facts)
     if not 1 <= spec.num_samples <= MAX_SAMPLES:
@@ -207,8 +207,8 @@ def _check_room(prompt: int, max_tokens: int | None, context: int) -> None:
         raise RequestError(f"prompt must leave room for a completion in the context of {context} tokens; got {prompt}")
     if max_tokens is not None and not 1 <= max_tokens <= context - prompt:
         raise RequestError(
-            f"sampling_params.max_tokens must be 1 to {context - prompt}, what the prompt's {prompt} tokens leave of "
-            f"the context of {context}; got {max_tokens}"
+            f"sampling_params.max_tokens must be 1 to {context - prompt}, which is what the prompt's {prompt} tokens "
+            f"leave in the context of {context}; got {max_tokens}"
         )
 
 
@@ -231,5 +231,5 @@ def _check_stops(params: SampleParams, facts: ModelBounds) -> None:
             f"got {len(params.stop_strings) + len(params.stop_token_ids)}"
         )
     if "" in params.stop_strings:
-        raise RequestError("sampling_params.stop must not hold an empty text, which would stop at once")
+        raise RequestError("sampling_params.stop must not contain an empty string, which would stop immediately")
     check_tokens(np.asarray(params.stop_token_ids, dtype=object), "sampling_params.stop", facts)

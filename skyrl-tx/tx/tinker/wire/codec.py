@@ -104,7 +104,7 @@ def parse_message(kind: type[M], data: bytes) -> M:
         message.ParseFromString(data)
     except DecodeError:
         raise RequestError(
-            f"body must be a protobuf {kind.__name__}; its {len(data)} bytes are not, or are cut short"
+            f"body must be a protobuf {kind.__name__}; its {len(data)} bytes are invalid or truncated"
         ) from None
     return message
 
@@ -112,7 +112,7 @@ def parse_message(kind: type[M], data: bytes) -> M:
 def check_unknown_fields(message: Message, what: str) -> None:
     """Refuse unknown fields: a field of a newer client may change the meaning of the request."""
     for unknown in UnknownFieldSet(message):
-        raise RequestError(f"field number {unknown.field_number} of {what} is not known to this server")
+        raise RequestError(f"field number {unknown.field_number} of {what} is unknown to this server")
 
 
 def _read_loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float]:
@@ -143,7 +143,7 @@ def _read_chunk(chunk: pb.Chunk, name: str) -> np.ndarray:
 
 def describe_non_text_input(name: str, kind: str | None) -> str:
     """Return the error text for an input that is not text."""
-    return f"{name} must be encoded_text: this server's models read tokens only; got {kind or 'something else'}"
+    return f"{name} must be encoded_text: the models of this server are text-only; got {kind or 'something else'}"
 
 
 def join_chunks(chunks: list[np.ndarray]) -> np.ndarray:

@@ -50,7 +50,7 @@ class Body(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value:
                 hint = did_you_mean(name, type(self).model_fields)
-                raise ValueError(f"field {name[:80]!r} is not known to this server; {hint}")
+                raise ValueError(f"field {name[:80]!r} is unknown to this server; {hint}")
         return self
 
 
@@ -70,7 +70,7 @@ def _validate_storable(value: dict[str, object] | None) -> dict[str, object] | N
     if size > MAX_METADATA_BYTES:
         raise ValueError(f"must be at most {MAX_METADATA_BYTES} bytes as JSON; got {size}")
     if "\\u0000" in text.replace("\\\\", ""):
-        raise ValueError("must not hold the character NUL")
+        raise ValueError("must not contain the NUL character")
     return value
 
 
@@ -158,8 +158,8 @@ class CreateModelRequest(Body):
     def _is_lora(cls, value: LoraConfig | None) -> LoraConfig:
         if value is None:  # only if the request says so: a field that is left out has its default
             raise ValueError(
-                "must be an adapter's: there is no full fine-tuning here, as all models share one frozen base model; "
-                "give a rank, or train all weights with `tx train` or skyrl_train"
+                "must be an adapter configuration: full fine-tuning is not supported, because all models share one "
+                "frozen base model; set a rank, or train all weights with `tx train` or skyrl_train"
             )
         return value
 
@@ -200,7 +200,9 @@ class OptimStepRequest(Body):
     @classmethod
     def _adam(cls, value: dict[str, object] | None) -> None:
         if value is not None:
-            raise ValueError(f"this server has AdamW only, set by adam_params; got {str(value.get('type'))[:80]!r}")
+            raise ValueError(
+                f"this server supports only AdamW, configured by adam_params; got {str(value.get('type'))[:80]!r}"
+            )
 
 
 class SaveWeightsRequest(Body):
@@ -232,7 +234,7 @@ class SaveWeightsForSamplerRequest(Body):
     @model_validator(mode="after")
     def _has_a_use(self) -> Self:
         if self.path is None and self.sampling_session_seq_id is None:
-            raise ValueError("give a path (the checkpoint's name) or a sampling_session_seq_id")
+            raise ValueError("requires a path (the checkpoint's name) or a sampling_session_seq_id")
         return self
 
 
@@ -276,19 +278,19 @@ class LoadWeightsRequest(Body):
         creating = (self.session_id is not None, self.model_seq_id is not None)
         if {in_place, creating} != {(True, True), (False, False)}:
             raise ValueError(
-                "give model_id and seq_id to load in place, or session_id and model_seq_id to load into a new model"
+                "requires model_id and seq_id to load in place, or session_id and model_seq_id to load into a new model"
             )
         if in_place[0]:
             for name in ("base_model", "user_metadata"):
                 if getattr(self, name) is not None:
-                    raise ValueError(f"{name} is for a new model (session_id and model_seq_id) only")
+                    raise ValueError(f"{name} is only allowed for a new model (session_id and model_seq_id)")
         return self
 
     @field_validator("weights_access_token")
     @classmethod
     def _no_token(cls, value: str | None) -> None:
         if value:
-            raise ValueError("this server has no access tokens; its owner may publish the checkpoint")
+            raise ValueError("this server has no access tokens; the owner of the checkpoint can publish it")
 
 
 class WeightsInfoRequest(Body):
@@ -313,7 +315,7 @@ class CreateSamplingSessionRequest(Body):
     @model_validator(mode="after")
     def _names_a_model(self) -> Self:
         if self.base_model is None and self.model_path is None:
-            raise ValueError("give base_model or model_path")
+            raise ValueError("requires base_model or model_path")
         return self
 
 
@@ -328,7 +330,7 @@ class Chunk(Body):
     def _is_text(cls, value: object) -> object:
         if isinstance(value, dict) and (value.get("type", "encoded_text") != "encoded_text" or "tokens" not in value):
             kind = str(value.get("type", "something else"))[:80]
-            raise ValueError(f"must be encoded_text: this server's models read tokens only; got {kind}")
+            raise ValueError(f"must be encoded_text: the models of this server are text-only; got {kind}")
         return value
 
 
@@ -356,9 +358,9 @@ class SamplingParams(Body):
         texts = all(isinstance(stop, str) for stop in stops)
         ids = isinstance(value, list) and all(type(stop) is int for stop in stops)
         if not texts and not ids:
-            raise ValueError(f"must be a text, a list of texts or a list of token ids; got {str(value)[:80]}")
+            raise ValueError(f"must be a string, a list of strings or a list of token ids; got {str(value)[:80]}")
         if texts and any(len(stop) > 1024 for stop in stops):
-            raise ValueError("must be texts of at most 1024 characters")
+            raise ValueError("must be strings of at most 1024 characters")
         return value
 
     def to_params(self, draw_seed: Callable[[], int]) -> SampleParams:
@@ -434,15 +436,15 @@ class AsampleRequest(Body):
     @classmethod
     def _not_here(cls, value: object) -> object:
         if value:
-            raise ValueError("is not supported by this server; leave it out")
+            raise ValueError("is not supported by this server; remove it")
         return value
 
     @model_validator(mode="after")
     def _names_a_model(self) -> Self:
         if self.sampling_session_id is not None and self.seq_id is None:
-            raise ValueError("seq_id must come with sampling_session_id: it tells a repeated request from a new one")
+            raise ValueError("seq_id requires sampling_session_id; it identifies repeated requests")
         if self.sampling_session_id is None and self.base_model is None and self.model_path is None:
-            raise ValueError("give sampling_session_id and seq_id, model_path or base_model")
+            raise ValueError("requires sampling_session_id and seq_id, model_path or base_model")
         return self
 
     @property

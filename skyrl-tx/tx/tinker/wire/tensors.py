@@ -61,7 +61,7 @@ class TensorReader:
         if crow is None and col is None:
             return _validate_shape(values, tensor.shape or [], field)
         if crow is None or col is None:
-            raise RequestError(f"{field}: sparse_crow_indices and sparse_col_indices come together or not at all")
+            raise RequestError(f"{field}: sparse_crow_indices and sparse_col_indices must be set together")
         return self._to_dense(
             values,
             _from_numbers(crow, "int64", f"{field}.sparse_crow_indices"),
@@ -79,13 +79,13 @@ class TensorReader:
         self._dense_left -= prod(shape)
         if self._dense_left < 0:
             raise RequestError(
-                f"{field}.shape: the sparse tensors of a request must hold at most {MAX_DENSE_ELEMENTS} numbers "
-                f"once they are dense; this one of {shape} is too many"
+                f"{field}.shape: the sparse tensors of a request must hold at most {MAX_DENSE_ELEMENTS} numbers in "
+                f"dense form; this one has shape {shape}"
             )
         counts = np.diff(crow)
         if crow.size != shape[0] + 1 or crow[0] != 0 or crow[-1] != values.size or (counts < 0).any():
             raise RequestError(
-                f"{field}: the row pointers must be {shape[0] + 1} numbers, growing from 0 to the number of values, "
+                f"{field}: the row pointers must be {shape[0] + 1} numbers increasing from 0 to the number of values, "
                 f"{values.size}"
             )
         if col.size != values.size or (col.size and (col.min() < 0 or col.max() >= shape[1])):
@@ -136,7 +136,7 @@ def _from_numbers(numbers: Sequence[int | float], dtype: str, field: str) -> np.
     except (OverflowError, TypeError, ValueError):
         raise RequestError(f"{field} must be integers of 64 bits") from None
     if array.dtype.kind != "i" and not np.array_equal(array, whole):
-        raise RequestError(f"{field} must be integers of 64 bits, as its dtype says")
+        raise RequestError(f"{field} must be integers of 64 bits to match its dtype")
     return whole
 
 
@@ -155,5 +155,5 @@ def _validate_shape(array: np.ndarray, shape: list[int], field: str) -> np.ndarr
     if not shape:
         return array
     if min(shape) < 0 or len(shape) > 8 or prod(shape) != array.size:
-        raise RequestError(f"{field}.shape must hold as many numbers as there are, {array.size}; got {shape[:8]}")
+        raise RequestError(f"{field}.shape must have {array.size} elements, the number of values; got {shape[:8]}")
     return array.reshape(shape)

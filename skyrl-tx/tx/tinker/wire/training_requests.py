@@ -129,7 +129,9 @@ def unpack(body: bytes, content_encoding: str | None, max_bytes: int) -> bytes:
 
 def build_too_large(max_bytes: int) -> RequestError:
     return RequestError(
-        f"body must be at most {max_bytes:,} bytes, also once unpacked (--max-body-mb); send fewer data a request", 413
+        f"body must be at most {max_bytes:,} bytes, including after decompression (--max-body-mb); send "
+        "less data per request",
+        413,
     )
 
 
@@ -142,7 +144,7 @@ def _unpack_zstd(body: bytes, max_bytes: int) -> bytes:
             raise build_too_large(max_bytes)
         return zstandard.ZstdDecompressor().decompress(body, max_output_size=max_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise RequestError(f"body must be one whole zstd frame, as content-encoding says ({error})") from None
+        raise RequestError(f"body must be one complete zstd frame to match content-encoding ({error})") from None
 
 
 def _unpack_zstd_of_unknown_size(body: bytes, max_bytes: int) -> bytes:
@@ -157,7 +159,7 @@ def _unpack_zstd_of_unknown_size(body: bytes, max_bytes: int) -> bytes:
         if stream.eof:
             break
     if not stream.eof or stream.unused_data or start + 1024 < len(body):
-        raise zstandard.ZstdError("it is cut short, or something follows it")
+        raise zstandard.ZstdError("it is truncated, or followed by other data")
     return b"".join(parts)
 
 
@@ -167,9 +169,11 @@ def _parse_media_type(content_type: str) -> str:
 
 def _check_address(request: TrainingRequest) -> None:
     if not _MODEL_ID.fullmatch(request.model_id):
-        raise RequestError(f"model_id must name a model; got {request.model_id[:80]!r}")
+        raise RequestError(f"model_id must be set; got {request.model_id[:80]!r}")
     if not 0 < request.seq_id <= MAX_SEQ:
-        raise RequestError(f"seq_id must be a number from 1 to {MAX_SEQ}, one more each request; got {request.seq_id}")
+        raise RequestError(
+            f"seq_id must be a number from 1 to {MAX_SEQ}, increasing by 1 with each request; got {request.seq_id}"
+        )
 
 
 # ---- JSON of clients up to 0.24
@@ -236,7 +240,7 @@ def _decode_json(body: bytes | msgspec.Raw, kind: Any, name: str) -> Any:
         rule, _, place = str(error).partition(" - at ")
         raise RequestError(f"{(name + place.strip('`$')).removeprefix('.') or 'body'}: {rule}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise RequestError(f"body must be JSON, in which there is no NaN or Infinity: {error}") from None
+        raise RequestError(f"body must be JSON, which does not allow NaN or Infinity: {error}") from None
 
 
 def _parse_loss_config(given: dict[str, Any]) -> dict[str, float]:

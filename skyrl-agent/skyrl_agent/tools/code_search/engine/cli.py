@@ -36,17 +36,17 @@ def main(argv=None) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="search", description="Finds code in a Python repository.")
+    parser = argparse.ArgumentParser(prog="search", description="Find code in a Python repository.")
     parser.add_argument("--root", default=os.environ.get("REPO_PATH", "."), help="default: REPO_PATH, or this folder")
     parser.add_argument(
         "--search_terms", nargs="+", action="extend", default=[], help="names, ids, paths or text; or one JSON list"
     )
     parser.add_argument("--file_path_or_pattern", default=EVERYWHERE, help=f"default: {EVERYWHERE}")
-    parser.add_argument("--line_nums", nargs="+", action="extend", type=int, default=[], help="of the one file named")
-    parser.add_argument("--relation", choices=sorted(RELATIONS), help="of what the terms name")
+    parser.add_argument("--line_nums", nargs="+", action="extend", type=int, default=[], help="lines of the given file")
+    parser.add_argument("--relation", choices=sorted(RELATIONS), help="relations of the given terms")
     parser.add_argument("--format", choices=FORMATS)
     parser.add_argument("--max_chars", type=int, default=10_000)
-    parser.add_argument("--cache", help="file to keep the index in")
+    parser.add_argument("--cache", help="file that stores the index")
     return parser
 
 

@@ -16,7 +16,7 @@ def format_numbered(lines, first: int = 1) -> str:
     return "\n".join(f"{number:6}\t{line}" for number, line in enumerate(lines, first))
 
 
-def place(file: SourceFile, name: str, style: str) -> str:
+def render_entity(file: SourceFile, name: str, style: str) -> str:
     """Render an entity or a whole file."""
     if not name:
         return _render_file(file, style)

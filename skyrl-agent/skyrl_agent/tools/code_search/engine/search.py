@@ -5,12 +5,12 @@ from __future__ import annotations
 from . import matches, relations
 from .index import CodeIndex
 from .names import Names
-from .render import MIN_BUDGET, clipped, format_numbered, place, render_fitting
+from .render import MIN_BUDGET, clipped, format_numbered, render_entity, render_fitting
 from .source import FilePattern
 
 EVERYWHERE = "**/*.py"
 CONTEXT_LINES = 20
-"""Shown before and after a line that is asked for."""
+"""Lines of context before and after a requested line."""
 MAX_SHOWN_FILES = 20
 FEW = 3
 """Number of matches up to which they are shown in full, if there is room; more are shown as signatures."""
@@ -83,7 +83,7 @@ class RepositorySearch:
         return title + shown + ("\n" + lines if lines else "")
 
     def _find_places(self, found: list, style: str) -> str:
-        blocks = [place(self.index.files[item.path], item.name, style) for item in found]
+        blocks = [render_entity(self.index.files[item.path], item.name, style) for item in found]
         heading = f"{len(found)} entities have this name:\n" if len(found) > 1 else ""
         return heading + "\n".join(blocks)
 
@@ -126,7 +126,7 @@ class RepositorySearch:
         if not found:
             return "nothing found: no entity has this name, and no file this text"
         return "nothing has this name or text; closest by its words:\n" + "\n".join(
-            place(self.index.files[item.path], item.name, "fold").split("\n", 2)[0] for item in found
+            render_entity(self.index.files[item.path], item.name, "fold").split("\n", 2)[0] for item in found
         )
 
     def _find_relation(self, relation: str, term: str, paths: list, budget: int) -> str:

@@ -1,6 +1,6 @@
 """Execution of answers that define functions: receives arguments and sends return values.
 
-What they should return never comes here, nor does test code: there is nothing here for an answer to find or to forge.
+Expected values are never sent here, nor does test code: there is nothing here for an answer to find or to forge.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Execution of answers that are programs: runs them on one standard input after the other and returns their output.
 
-What it should print never comes here, so there is nothing here for an answer to find or to forge.
+Expected output is never sent here, so there is nothing here for an answer to find or to forge.
 """
 
 from __future__ import annotations

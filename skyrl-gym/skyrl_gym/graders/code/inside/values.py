@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # importing typing takes long
 
 MAX_DEPTH = 200
 MAX_ITERATOR_ITEMS = 100_000
-"""Maximum number of items of a transferred iterator; an infinite one is cut there."""
+"""Maximum number of items of a transferred iterator; an infinite one is truncated."""
 
 FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, tuple, set, dict)}
 """Default factories of transferred defaultdicts; one with any other factory is transferred without it."""

@@ -54,6 +54,7 @@ def _check_head(folder: Path) -> None:
         of_head = any("lm_head" in name for name in tensors.keys())  # noqa: SIM118
     if of_head:
         raise ValueError(
-            "the weights of this sampler change the output layer (lora_config.train_unembed), which this server's "
-            "engines compute without adapters; train with train_unembed=false, or serve with generator.backend=native"
+            "the weights of this sampler change the output layer (lora_config.train_unembed), for which this "
+            "server's engines do not support adapters; train with train_unembed=false, or serve with "
+            "generator.backend=native"
         )

@@ -109,7 +109,9 @@ class AdaptersForEngines(GroupTraining):
 
     def _trained(self, lora: LoraSpec) -> LoraSpec:
         if lora.train_unembed and not (self._takes_head or self._frozen_head):  # taken before the server knew of it
-            raise ModelError("lora_config.train_unembed must be false: the engines compute the output layer as it is")
+            raise ModelError(
+                "lora_config.train_unembed must be false: the engines do not support adapters of the output layer"
+            )
         return msgspec.structs.replace(lora, train_unembed=False) if self._frozen_head else lora
 
 

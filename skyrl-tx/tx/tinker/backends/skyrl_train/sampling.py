@@ -47,7 +47,7 @@ class EngineSampling(SamplingBackend):
         """
         info = await self._client.describe()
         if why := info.unsupported.get("lora"):
-            raise ConfigError(f"the {info.backend} engines take no adapters: {why}")
+            raise ConfigError(f"the {info.backend} engines do not support adapters: {why}")
 
     def num_running(self) -> int:
         """Return the number of unfinished sequences."""

@@ -67,8 +67,8 @@ def adamw(
     root = (square / _compute_bias_correction("beta2", params.beta2, step)).sqrt_()
     if not math.isfinite(norm(root)):
         raise _build_error(
-            f"Adam's second moment, the mean of squared gradients, is not finite in float32 (the gradient's norm is "
-            f"{norm(gradient):.3g}). Set adam_params.grad_clip_norm, or give the data smaller weights or advantages"
+            "Adam's second moment, the mean of squared gradients, is not finite in float32 (the gradient's norm is "
+            f"{norm(gradient):.3g}). Set adam_params.grad_clip_norm, or lower the weights or advantages in the data"
         )
     weights = before.weights.mul(1 - decay) if decay else before.weights.clone()
     # `root` is not needed again, so eps is added in place.
@@ -103,16 +103,18 @@ def _compute_bias_correction(name: str, beta: float, step: int) -> float:
 
 def _to_float32(name: str, value: float) -> float:
     if not abs(value) <= _FLOAT32.max:
-        raise _build_error(f"{name} comes to {value:.3g}, which is not finite in float32. Lower it")
+        raise _build_error(f"{name} is {value:.3g}, which is not finite in float32. Lower it")
     return value
 
 
 def _to_blame(params: AdamParams) -> str:
     rate, decay = params.learning_rate, params.weight_decay
     if rate * decay > 2:  # it multiplies weights by more than -1
-        return f"adam_params.weight_decay={decay:g}: times adam_params.learning_rate={rate:g} it is to be 1 at most"
+        return (
+            f"adam_params.weight_decay={decay:g}: its product with adam_params.learning_rate={rate:g} must be at most 1"
+        )
     return f"adam_params.learning_rate={rate:g}"
 
 
 def _build_error(reason: str) -> ModelError:
-    return ModelError(f"no step was taken and nothing has changed: {reason}")
+    return ModelError(f"no step was taken and nothing changed: {reason}")

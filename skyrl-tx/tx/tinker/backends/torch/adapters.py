@@ -244,7 +244,7 @@ class Adaptable:
         """
         # Parts are ranges of rows: among other rows, an adapter would be added to tokens of another model.
         if self.parts and len(rows) != self.num_rows:
-            raise ValueError(f"a layer with adapters was given {len(rows)} rows, and the pass has {self.num_rows}")
+            raise ValueError(f"a layer with adapters received {len(rows)} rows, but the pass has {self.num_rows}")
 
 
 class AdaptedLinear(Adaptable):

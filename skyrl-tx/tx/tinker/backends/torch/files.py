@@ -156,8 +156,8 @@ def _merge_expert_copies(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) 
         copies = [merged.pop(of_expert) for of_expert in of_experts if of_expert in merged]
         if any(not torch.equal(copy, copies[0]) for copy in copies):
             raise ModelError(
-                f"the checkpoint is damaged: {of_experts[0]} and those of other experts differ, and by its optimizer "
-                "they share one"
+                f"the checkpoint is damaged: {of_experts[0]} and adapters of other experts differ, but according to "
+                "its optimizer state they are shared"
             )
         if len(copies) == len(of_experts):
             merged[key] = copies[0]
@@ -183,12 +183,12 @@ def _read_weights(adapter: Adapter, folder: Path) -> torch.Tensor:
     rank, alpha = file.config.get("r"), file.config.get("lora_alpha")
     if rank != adapter.lora.rank or alpha != LORA_ALPHA:
         raise ModelError(
-            f"the checkpoint has rank {rank} and alpha {alpha}, the model rank {adapter.lora.rank} and alpha "
-            f"{LORA_ALPHA}: load it into a model of its own rank"
+            f"the checkpoint has rank {rank} and alpha {alpha}, the model has rank {adapter.lora.rank} and alpha "
+            f"{LORA_ALPHA}: load it into a model of the checkpoint's rank"
         )
     other = [field for field in ("use_dora", "use_rslora", "lora_bias") if file.config.get(field)]
     if other:
-        raise ModelError(f"the checkpoint was made with {other[0]}, which is not trained here")
+        raise ModelError(f"the checkpoint was trained with {other[0]}, which this model does not train")
     return _build_vector(adapter, _merge_expert_copies(adapter, file.tensors), "", "adapter")
 
 
@@ -204,7 +204,7 @@ def _open_state(folder: Path) -> Iterator[Any]:
 def _read_state(adapter: Adapter, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
     """Read the number of steps, and the vectors present."""
     if not (folder / STATE_FILE).exists():
-        raise ModelError("the checkpoint holds no optimizer: it was saved to sample from. Load it without optimizer")
+        raise ModelError("the checkpoint has no optimizer state: it was saved for sampling. Load it without optimizer")
     with _open_state(folder) as file:
         step = int((file.metadata() or {})["step"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
@@ -226,7 +226,9 @@ def _build_vector(adapter: Adapter, tensors: Mapping[str, Any], prefix: str, wha
     for name in {**expected, **found}:
         given, wanted = (list(each[name].shape) if name in each else "missing" for each in (found, expected))
         if given != wanted:
-            raise ModelError(f"the checkpoint does not fit the model: {name} is {given} there and {wanted} here")
+            raise ModelError(
+                f"the checkpoint does not fit the model: {name} is {given} in the checkpoint and {wanted} in the model"
+            )
     for name, view in expected.items():
         if what == "adapter" and not bool(found[name].isfinite().all()):
             raise ModelError(f"the checkpoint's {name} is not finite")

@@ -112,9 +112,7 @@ def _load(folder: Path, settings: TrainingSettings, ranks: RankGroup) -> Any:
     """Load the model in eval mode, without dropout."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"{folder} ({config.model_type}) has an encoder: only causal language models are trained here"
-        )
+        raise ConfigError(f"{folder} ({config.model_type}) has an encoder: only causal language models are supported")
     if quantization := describe_quantization(config):
         raise ConfigError(f"{folder} cannot be trained here: {quantization}")
     options = dict(

@@ -115,9 +115,9 @@ class GroupTraining(TrainingBackend):
         failed = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Exception)}
         if failed and len(failed) < len(answers):
             rank, error = next(iter(failed.items()))
-            raise BackendLost(f"training process {rank} could not {method} where others could: {error!r}")
+            raise BackendLost(f"training process {rank} failed to {method} while others succeeded: {error!r}")
         if len({type(error) for error in failed.values()}) > 1:
-            raise BackendLost(f"training processes could not {method}, each for a reason of its own: {failed!r}")
+            raise BackendLost(f"training processes failed to {method} for different reasons: {failed!r}")
         if failed:
             raise failed[0]
         return answers[0]

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from skyrl_train.config import FSDPConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.weight_files import WeightFiles, get_transformer_blocks
-from skyrl_train.training_backends.fsdp2.sharding import get_non_file_values, load_from_files, load_whole_state
+from skyrl_train.training_backends.fsdp2.sharding import get_non_file_values, load_from_files, load_full_state
 from tx.tinker.backends.torch.layout import split_by_tokens
 from tx.tinker.types import Datum
 
@@ -127,8 +127,8 @@ class RankGroup:
         blocks = get_transformer_blocks(model)
         if not blocks:
             raise ConfigError(
-                f"{folder} cannot be divided over processes: its class does not name its blocks (_no_split_modules). "
-                f"Set backend_config.num_processes=1"
+                f"{folder} cannot be sharded over processes: its class does not declare its blocks "
+                "(_no_split_modules). Set backend_config.num_processes=1"
             )
         inside = {parameter for block in blocks for parameter in block.parameters()}
         outside = set(model.parameters()) - inside
@@ -142,7 +142,7 @@ class RankGroup:
         else:
             if self.rank == 0:
                 model.to(device)
-            load_whole_state(model, values, FSDPConfig(), device)
+            load_full_state(model, values, FSDPConfig(), device)
         model.tie_weights()
 
 

@@ -121,7 +121,7 @@ class NativeSampling(SamplingBackend):
             self._num_running -= spec.num_samples
 
     async def end_of_step(self) -> None:
-        assert self._engine is not None, "start() comes first"
+        assert self._engine is not None, "call start() first"
         try:
             await self._engine.check_health()
         except WorkerError as error:
@@ -135,7 +135,7 @@ class NativeSampling(SamplingBackend):
 
     @contextlib.asynccontextmanager
     async def _load_adapter(self, adapter: Path | None) -> AsyncIterator[str | None]:
-        assert self._slots is not None, "start() comes first"
+        assert self._slots is not None, "call start() first"
         async with contextlib.AsyncExitStack() as stack:
             # Only around the start of the block: a ValueError raised inside it is not one of loading the adapter.
             try:

@@ -81,8 +81,8 @@ class TrainingSettings:
             return
         if device.index is not None:
             raise ConfigError(
-                f"backend_config.num_processes={self.num_processes} takes the first so many GPUs: set device=cuda, and "
-                f"CUDA_VISIBLE_DEVICES to choose them; got device={self.device!r}"
+                f"backend_config.num_processes={self.num_processes} uses the first GPUs: set device=cuda, and "
+                f"CUDA_VISIBLE_DEVICES to select them; got device={self.device!r}"
             )
         if self.num_processes > count:
             raise ConfigError(

@@ -47,7 +47,7 @@ class TorchTraining(TrainingBackend):
         self._settings = TrainingSettings.from_dict(settings)
         self._folder, self._rank_group = Path(base_model_folder), rank_group
         self._base = FrozenModel(self._folder, self._settings, rank_group)
-        self._adapters: dict[str, Adapter] = {}
+        self.adapters: dict[str, Adapter] = {}
 
     def info(self) -> BackendInfo:
         return BackendInfo(
@@ -71,10 +71,10 @@ class TorchTraining(TrainingBackend):
     def create(self, model_id: str, lora: LoraSpec) -> None:
         adapter = self._create_empty(lora)
         adapter.initialize()
-        self._adapters[model_id] = adapter
+        self.adapters[model_id] = adapter
 
     def forget(self, model_id: str) -> None:
-        self._adapters.pop(model_id, None)
+        self.adapters.pop(model_id, None)
 
     def save(self, model_id: str, folder: Path, *, state: bool) -> None:
         adapter = self._get_adapter(model_id)
@@ -94,17 +94,17 @@ class TorchTraining(TrainingBackend):
         # Nothing of the model outlives a load, so neither does its layout.
         adapter = self._resolve_layout(folder, self._get_adapter(model_id), by_weights=True)
         files.read_into(adapter, folder, optimizer=optimizer)
-        self._adapters[model_id] = adapter
+        self.adapters[model_id] = adapter
 
     def restore(self, model_id: str, lora: LoraSpec, folder: Path) -> None:
         # `lora` is that of the model's creation; it may have loaded a checkpoint of the other layout since.
         adapter = self._resolve_layout(folder, self._create_empty(lora), by_weights=False)
         files.read_into(adapter, folder, optimizer=True, gradient=True)
         # Known only once it is read: a damaged folder leaves no half-restored model.
-        self._adapters[model_id] = adapter
+        self.adapters[model_id] = adapter
 
     def close(self) -> None:
-        self._adapters.clear()
+        self.adapters.clear()
 
     # ---- passes
 
@@ -135,8 +135,8 @@ class TorchTraining(TrainingBackend):
         if not math.isfinite(norm):
             adapter.gradient = None  # whatever is added to it, no later step could use it
             raise ModelError(
-                "the accumulated gradient is not finite: no step was taken, the weights are as before, the gradient is "
-                "cleared. Look for NaN or very large numbers in the data, or lower the learning rate"
+                "the accumulated gradient is not finite: no step was taken, the weights are unchanged, the gradient "
+                "was cleared. Check for NaN or very large numbers in the data, or lower the learning rate"
             )
         step, norm_of = adapter.step + 1, self._rank_group.compute_norm
         adapter.take(adamw(adapter.adam_state(), gradient, step, adam, adapter.scaling, norm_of))
@@ -150,9 +150,9 @@ class TorchTraining(TrainingBackend):
         return self._settings.tokens_per_micro_batch
 
     def _get_adapter(self, model_id: str) -> Adapter:
-        if model_id not in self._adapters:
+        if model_id not in self.adapters:
             raise ModelError(f"model {model_id} is not loaded", "server")
-        return self._adapters[model_id]
+        return self.adapters[model_id]
 
     def _create_empty(self, lora: LoraSpec) -> Adapter:
         if not 1 <= lora.rank <= self._settings.max_lora_rank:
@@ -163,12 +163,13 @@ class TorchTraining(TrainingBackend):
             sites = [site.to_shared_experts() for site in sites]
         if not sites:
             wanted = ", ".join(f"train_{kind}" for kind, is_wanted in kinds.items() if is_wanted)
-            raise ModelError(f"lora_config: nothing to train; {wanted or 'none of its parts is on'}")
+            raise ModelError(f"lora_config: nothing to train; {wanted or 'all parts are disabled'}")
         return Adapter(lora, sites, self._base.device, self._base.dtype, self._rank_group)
 
     def _resolve_layout(self, folder: Path, adapter: Adapter, *, by_weights: bool) -> Adapter:
-        """Return the adapter, or an empty one in its place if experts share matrices in one of it and the checkpoint
-        alone. Args: by_weights: of `files.shares_experts`."""
+        """Return the adapter, or a new empty one if experts share matrices in only one of adapter and checkpoint. Args:
+        by_weights: of `files.shares_experts`.
+        """
         shares_experts = files.shares_experts(adapter.sites, folder, by_weights=by_weights)
         if shares_experts in (None, adapter.lora.share_experts):
             return adapter
@@ -227,7 +228,7 @@ class TorchTraining(TrainingBackend):
                 raise BackendLost(f"training process {self._rank_group.rank} failed in a pass: {error!r}") from error
             if len(passes) == 1:
                 return [to_failure(passes[0], error)]
-            logger.warning("a pass of %d models failed, each is tried alone: %s", len(passes), error)
+            logger.warning("a pass of %d models failed, retrying each separately: %s", len(passes), error)
         # Outside the handler: inside it, the error's traceback would still hold the tensors of the failed pass.
         if self._base.device.type == "cuda":
             torch.cuda.empty_cache()

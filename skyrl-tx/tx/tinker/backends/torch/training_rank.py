@@ -25,7 +25,7 @@ class RankTraining(TorchTraining):
         parameters = [(get_local_part(each).numel(), each.numel()) for each in self.base_model.parameters()]
         held, whole = map(sum, zip(*parameters, strict=True))
         logger.info(
-            "process {} of {} holds {:,} of {:,} numbers of the model", rank_group.rank, rank_group.size, held, whole
+            "process {} of {} holds {:,} of {:,} model parameters", rank_group.rank, rank_group.size, held, whole
         )
         self._kept: dict[str, torch.Tensor | None] = {}
 

@@ -36,7 +36,7 @@ _MARK = "checkpoint_complete"
 """An empty file; `tinker checkpoint push-hf` asks for it."""
 _MOVED = {
     302: {
-        "description": "The archive, a tar, is at `Location` until `Expires`",
+        "description": "The tar archive is available at `Location` until `Expires`",
         "headers": {"Location": {"schema": {"type": "string"}}, "Expires": {"schema": {"type": "string"}}},
     }
 }

@@ -35,7 +35,7 @@ _RESULT = add_protobuf(
         "content": {"application/json": {"schema": {"type": "object"}}},
     }
 )
-_PENDING = {"model": responses.TryAgainLater, "description": "Not finished: ask once more"}
+_PENDING = {"model": responses.TryAgainLater, "description": "Not finished: poll again"}
 _GONE = {"model": responses.Problem, "description": "The result has expired"}
 
 

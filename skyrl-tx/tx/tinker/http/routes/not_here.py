@@ -7,18 +7,18 @@ from tx.tinker.http.replies import build_problem
 router = APIRouter(include_in_schema=False)
 
 _WHY = {
-    ("POST", "/auth/token"): "API keys are used as they are, there are no tokens to get",
-    ("POST", "/cancel_future"): "requests cannot be cancelled; a session that ends takes its own along",
+    ("POST", "/auth/token"): "API keys are used directly; tokens are not issued",
+    ("POST", "/cancel_future"): "requests cannot be cancelled individually; ending a session cancels its requests",
     ("POST", "/retrieve_futures"): "poll /api/v1/retrieve_future for each result",
     ("POST", "/create_custom_loss"): "custom losses are computed by the client (forward_backward_custom)",
-    ("POST", "/join_sampling_session"): "clients may count on their own",
+    ("POST", "/join_sampling_session"): "clients can count tokens themselves",
     ("POST", "/copy_weights"): "load the checkpoint into a new model and save it",
     ("POST", "/sessions/search"): "list sessions with GET /api/v1/sessions",
-    ("PUT", "/sessions/{session_id}/project"): "there are no projects",
+    ("PUT", "/sessions/{session_id}/project"): "projects are not supported",
     ("GET", "/sessions/{session_id}/trace_export"): "traces are not recorded",
-    ("GET", "/audit"): "there is no audit log; /metrics and the log tell what happens",
-    ("GET", "/billing/usage/events"): "nothing is billed",
-    ("GET", "/billing/usage/checkpoints/current"): "nothing is billed",
+    ("GET", "/audit"): "audit logs are not supported; see /metrics and the log",
+    ("GET", "/billing/usage/events"): "billing is not supported",
+    ("GET", "/billing/usage/checkpoints/current"): "billing is not supported",
 }
 
 

@@ -27,7 +27,7 @@ POLL_SECONDS = 30.0
 DEADLINE_SECONDS = 3600.0
 MAX_ANSWERS = 1024
 """Prompts times `n` of one request: each prompt is a sample of its own for the limits of a tenant."""
-_LATE: dict[int, Any] = {503: {"model": Problem, "description": "No answer in time, or the server restarts"}}
+_LATE: dict[int, Any] = {503: {"model": Problem, "description": "No response in time, or the server is restarting"}}
 
 
 class _SamplingBody(schemas.Body):
@@ -39,14 +39,14 @@ class _SamplingBody(schemas.Body):
     seed: schemas.Int64 | None = None
     stop: str | list[str] | None = None
     user: str | None = None
-    """Noted by nobody."""
+    """Not recorded."""
 
 
 class CompletionBody(_SamplingBody):
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: schemas.Index | None = 16
     logprobs: int | None = Field(default=None, ge=0, le=0)
-    """0: those of the chosen tokens; others are not to be had."""
+    """0: only the log-probs of the chosen tokens; others are not available."""
 
 
 class ChatMessage(schemas.LenientBody):
@@ -77,8 +77,8 @@ async def completions(request: Request) -> Response:
     prompts = await asyncio.to_thread(_parse_prompts, asked.prompt, texts)
     if len(prompts) * asked.n > MAX_ANSWERS:
         raise RequestError(
-            f"one request may ask for {MAX_ANSWERS} answers (prompts times n); got {len(prompts)} prompts with "
-            f"n={asked.n}. Divide them among several requests"
+            f"one request may ask for at most {MAX_ANSWERS} completions (prompts x n); got {len(prompts)} prompts "
+            f"with n={asked.n}. Split them over several requests"
         )
     outputs = await asyncio.gather(*(_sample(request, asked, prompt, asked.max_tokens) for prompt in prompts))
     choices = []

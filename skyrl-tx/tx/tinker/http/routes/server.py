@@ -16,7 +16,7 @@ router = APIRouter(tags=["server"])
 pages = APIRouter(tags=["pages"])
 
 MAX_TELEMETRY_BYTES = 4 * 2**20
-_TEXT = {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "In Prometheus' text format"}
+_TEXT = {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "In the Prometheus text format"}
 
 
 @pages.get("/healthz", **describe_route(responses.Health))
