@@ -9,6 +9,7 @@ import asyncio
 import functools
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -78,22 +79,28 @@ class SharedProcessGroup:
 
     def __init__(self) -> None:
         self._num_users = 0
-        self._is_foreign = False
+        self._foreign: weakref.ref[dist.ProcessGroup] | None = None
 
     def enter(self) -> None:
-        """Register a worker."""
+        """Register a worker. Must be called in the model thread."""
         if not self._num_users:
-            self._is_foreign = dist.is_initialized()
+            group = dist.group.WORLD if dist.is_initialized() else None
+            # plans of another group equal this group's in all that torch compares
+            if self._foreign is None or self._foreign() is not group:
+                _clear_sharding_prop_cache()
+            self._foreign = group and weakref.ref(group)
         self._num_users += 1
 
     def leave(self) -> None:
         """Unregister a worker. Must be called in the model thread."""
         self._num_users -= 1
+        if self._num_users or self._foreign is not None:
+            return
         # torch caches plans of sharded tensors per thread, which reference the group. A child forked with a
         # `preexec_fn` (Ray's servers) destroys the objects of other threads, and would wait forever for threads of the
         # group, which do not exist in the child.
         _clear_sharding_prop_cache()
-        if not self._num_users and not self._is_foreign and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 
