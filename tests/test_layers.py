@@ -381,6 +381,7 @@ IMPORTED_IN_TURN = {
     "skyrl_train.workers.policy_worker": UNUSED,
     "skyrl_train.training_backends.fsdp2.backend": UNUSED,
     "skyrl_train.inference_engines.native.engine": UNUSED,
+    "tx.tinker.engine.main": "sqlmodel sqlalchemy",
 }
 """Modules with what neither they nor those before them may import."""
 
