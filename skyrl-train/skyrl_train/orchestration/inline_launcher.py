@@ -79,28 +79,29 @@ class SharedProcessGroup:
 
     def __init__(self) -> None:
         self._num_users = 0
-        self._foreign: weakref.ref[dist.ProcessGroup] | None = None
+        self._is_foreign = False
+        self._planned_for: weakref.ref[dist.ProcessGroup] | None = None
 
     def enter(self) -> None:
         """Register a worker. Must be called in the model thread."""
-        if not self._num_users:
-            group = dist.group.WORLD if dist.is_initialized() else None
-            # plans of another group equal this group's in all that torch compares
-            if self._foreign is None or self._foreign() is not group:
-                _clear_sharding_prop_cache()
-            self._foreign = group and weakref.ref(group)
+        group = dist.group.WORLD if dist.is_initialized() else None
+        if group is None or not self._num_users:
+            self._is_foreign = group is not None
+        if group is None or self._planned_for is None or self._planned_for() is not group:
+            _clear_sharding_prop_cache()  # torch takes the plans of one group for those of an equal one
+        self._planned_for = group and weakref.ref(group)
         self._num_users += 1
 
     def leave(self) -> None:
         """Unregister a worker. Must be called in the model thread."""
         self._num_users -= 1
-        if self._num_users or self._foreign is not None:
+        if self._is_foreign:
             return
         # torch caches plans of sharded tensors per thread, which reference the group. A child forked with a
         # `preexec_fn` (Ray's servers) destroys the objects of other threads, and would wait forever for threads of the
         # group, which do not exist in the child.
         _clear_sharding_prop_cache()
-        if dist.is_initialized():
+        if not self._num_users and dist.is_initialized():
             dist.destroy_process_group()
 
 
