@@ -15,12 +15,12 @@ import multiprocessing.process
 import os
 import shutil
 import signal
-import sys
+import subprocess
 import tempfile
 import time
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -83,28 +83,31 @@ class Cost:
 
 
 class ProcessCounter:
-    """Number of processes that this process has started."""
+    """Number of processes that this process has started. (An audit hook would be called for each `open`, `id` and
+    import, too: a tenth of the time of collecting.)"""
 
-    EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"})
+    STARTS: tuple[tuple[object, str], ...] = (
+        (subprocess.Popen, "__init__"),
+        (os, "fork"),
+        (os, "forkpty"),
+        (os, "posix_spawn"),
+        (multiprocessing.process.BaseProcess, "start"),
+    )
 
     def __init__(self) -> None:
         self.started = 0
-        sys.addaudithook(self._on_event)
-        self._count_spawned()
+        for owner, name in self.STARTS:
+            setattr(owner, name, self._count(getattr(owner, name)))
 
-    def _on_event(self, event: str, _: Any) -> None:
-        self.started += event in self.EVENTS
-
-    def _count_spawned(self) -> None:
-        """Count what multiprocessing starts by `spawn` and `forkserver`, which raise no audit event."""
-        start = multiprocessing.process.BaseProcess.start
-
-        def counted(process: multiprocessing.process.BaseProcess) -> None:
+    def _count(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(start)
+        def counted(*args: Any, **kwargs: Any) -> Any:
             before = self.started
-            start(process)
-            self.started = before + 1  # not more where it forks, which is an event too
+            result = start(*args, **kwargs)
+            self.started = before + 1  # not more where one way to start uses another
+            return result
 
-        setattr(multiprocessing.process.BaseProcess, "start", counted)  # noqa: B010 (pyright: its argument is `self`)
+        return counted
 
 
 COUNTER = ProcessCounter()

@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.config_store import ConfigStore
+
+# Each composition copies all settings that any test has registered: half of its time. It loads copies of copies.
+setattr(ConfigStore, "__deepcopy__", lambda store, _: store)  # noqa: B010 (pyright: it has none)
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "dev"))  # docs_site

@@ -1,6 +1,7 @@
 """The shape of the house: what may import what, what must stay cheap to import, and which names users rely on."""
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -217,24 +218,33 @@ def imports_of(path: Path, package: str = "skyrl_train") -> set[str]:
     return {name for name in iter_imports(path) if name.startswith(f"{package}.")}
 
 
-def iter_imports(path: Path, for_types: bool = False) -> set[str]:
+def iter_imports(path: Path, for_types: bool = False) -> frozenset[str]:
     """Modules that a file imports when it is imported (not those it imports later, inside functions)."""
-    found = set()
-    pending: list[ast.AST] = list(ast.parse(path.read_text()).body)
+    at_run_time, by_type_checkers = read_imports(path)
+    return at_run_time | by_type_checkers if for_types else at_run_time
+
+
+@functools.cache  # seven tests read the files of a package
+def read_imports(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Read the modules that a file imports at run time, and those below `TYPE_CHECKING`."""
+    at_run_time: set[str] = set()
+    by_type_checkers: set[str] = set()
+    pending: list[tuple[ast.AST, set[str]]] = [(node, at_run_time) for node in ast.parse(path.read_text()).body]
     while pending:
-        node = pending.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        node, found = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.expr):
             continue
-        if not for_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            found = by_type_checkers
         if isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        pending += list(ast.iter_child_nodes(node))
-    return found
+        pending += [(child, found) for child in ast.iter_child_nodes(node)]
+    return frozenset(at_run_time), frozenset(by_type_checkers)
 
 
+@functools.cache
 def modules_of(package: Path) -> dict[str, Path]:
     """The files of a package, by their modules' names."""
     names = {path: path.relative_to(package).with_suffix("").parts for path in sorted(package.rglob("*.py"))}
@@ -371,6 +381,7 @@ IMPORTED_IN_TURN = {
     "skyrl_train.workers.policy_worker": UNUSED,
     "skyrl_train.training_backends.fsdp2.backend": UNUSED,
     "skyrl_train.inference_engines.native.engine": UNUSED,
+    "tx.tinker.engine.main": "sqlmodel sqlalchemy",
 }
 """Modules with what neither they nor those before them may import."""
 

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -254,17 +255,19 @@ AGENTS: dict[str, Settings] = {
 }
 
 
-def composed(row: str, scratch: Path) -> Any:
+@functools.cache
+def composed(row: str) -> Any:
     """The checked settings that a row's script starts with; `row` is a script and variables of its environment."""
     script, *variables = row.split()
     given = dict(variable.split("=") for variable in variables)
-    (command,) = commands_of(RECIPES / script, scratch, **(given or {"NUM_GPUS": "8"}))
+    with tempfile.TemporaryDirectory() as scratch:
+        (command,) = commands_of(RECIPES / script, Path(scratch), **(given or {"NUM_GPUS": "8"}))
     return checked_config(command)
 
 
 @pytest.mark.parametrize("row", PUBLISHED)
-def test_published_row_settings_match_script(row: str, tmp_path: Path):
-    config = composed(row, tmp_path)
+def test_published_row_settings_match_script(row: str):
+    config = composed(row)
     wanted = PUBLISHED[row]
     assert {name: attrgetter(name)(config) for name in wanted} == wanted
     plan = step_plan(config, num_prompts=100 * config.trainer.train_batch_size)
@@ -276,9 +279,9 @@ def test_published_row_settings_match_script(row: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("script", [row for row in PUBLISHED if row.startswith(("dapo", "search")) and " " not in row])
-def test_published_figures_are_within_bands(script: str, table: Any, tmp_path: Path):
+def test_published_figures_are_within_bands(script: str, table: Any):
     recipe, name = script.removesuffix(".sh").split("/run_")
-    expected = read_bands(composed(script, tmp_path).trainer.curve_bands)
+    expected = read_bands(composed(script).trainer.curve_bands)
     assert expected.name == f"{name}.yaml"
     row = {"search_r1": name.removeprefix("qwen2.5_3b_").replace("qwen3_30b_a3b_megatron", "30b_a3b")}.get(recipe, name)
     published = table.RECIPES[recipe].published[row]
@@ -290,10 +293,10 @@ def test_published_figures_are_within_bands(script: str, table: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("row", AGENTS)
-def test_published_agent_settings_match_task_file(row: str, tmp_path: Path):
+def test_published_agent_settings_match_task_file(row: str):
     from skyrl_agent.config.task_file import load_task_file
 
-    config = composed(row, tmp_path)
+    config = composed(row)
     task = load_task_file(config.generator.task)
     generator, dispatcher = task.generator, task.dispatcher
     found = {

@@ -182,6 +182,10 @@ class Findings:
         if invariance not in self._exempt:
             self._found.setdefault(invariance, []).append(text)
 
+    def are_exempt(self, *invariances: str) -> bool:
+        """Return whether none of these needs a check."""
+        return all(name in self._exempt for name in invariances)
+
     def has(self, invariance: str) -> bool:
         return invariance in self._found
 

@@ -4,8 +4,9 @@ Bounds of losses and estimators are checked when the settings of a run are valid
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
+from skyrl_train.config.typed import get_annotations
 from skyrl_train.errors import ConfigError
 
 
@@ -58,7 +59,7 @@ class NotAbove:
 
 def check_bounds(section: Any, name: str) -> None:
     """Raise ConfigError if a setting of the dataclass instance `section`, called `name`, is outside its bounds."""
-    hints = get_type_hints(type(section), include_extras=True)
+    hints = get_annotations(type(section))
     for field in fields(section):
         for mark in get_args(hints[field.name])[1:]:
             if isinstance(mark, Above | AtLeast | Between | NotAbove):

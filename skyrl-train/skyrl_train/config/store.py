@@ -101,7 +101,7 @@ def get_default_config(config_type: type[BaseConfig] = SkyRLConfig) -> "DictConf
 
     def accept_unknown_names(section: DictConfig) -> None:
         OmegaConf.set_struct(section, False)
-        for child in section.values():
+        for _, child in section.items_ex(resolve=False):  # parsing the references takes most of the time
             if isinstance(child, DictConfig):
                 accept_unknown_names(child)
 

@@ -4,6 +4,7 @@ Knows dataclasses and annotations, no particular setting. `name` is always the s
 """
 
 import dataclasses
+import functools
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,6 +43,12 @@ in the dataclass under its name, next to the declared settings."""
 _NUMBER_TYPES = (int, float)
 
 
+@functools.cache  # evaluates the annotations of a whole dataclass, for each section of each settings object
+def get_annotations(config_type: type) -> dict[str, Any]:
+    """Return the annotations of a dataclass by field, inherited ones included."""
+    return get_type_hints(config_type, include_extras=True)
+
+
 def make_reference(text: str) -> Any:
     """Declare another setting's value as default, such as `${trainer.seed}`. Typed Any because it replaces that
     value.
@@ -57,7 +64,7 @@ def build(config_type: type[T], values: Mapping[str, object], name: str = "", ro
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name} must be a section of settings; got {values!r}")
     root = root or config_type
-    hints = get_type_hints(config_type, include_extras=True)
+    hints = get_annotations(config_type)
     declared = {field.name: field for field in dataclasses.fields(config_type) if not _is_merged(field)}  # type: ignore[arg-type]
     holder, sections = get_registered_sections(config_type)
     rest = next((field.name for field in dataclasses.fields(config_type) if _is_rest(field)), None)  # type: ignore[arg-type]
@@ -185,7 +192,7 @@ def resolve_references(config: object) -> None:
     for name, section, field in iter_settings(config):
         before = getattr(section, field.name)
         if isinstance(before, str) and _REFERENCE.search(before):
-            annotation = get_type_hints(type(section), include_extras=True)[field.name]
+            annotation = get_annotations(type(section))[field.name]
             setattr(section, field.name, convert_value(annotation, resolve_value(name, ()), name, root))
 
 
@@ -217,7 +224,7 @@ def to_dict(config: object) -> Any:
 
 def list_setting_names(config_type: type, name: str = "") -> Iterator[str]:
     """Return the full names of all settings and sections of a dataclass."""
-    hints = get_type_hints(config_type)
+    hints = get_annotations(config_type)
     for key, section in get_registered_sections(config_type)[1].items():
         yield join(name, key)
         yield from list_setting_names(section, join(name, key))

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -79,21 +80,28 @@ class SharedProcessGroup:
     def __init__(self) -> None:
         self._num_users = 0
         self._is_foreign = False
+        self._planned_for: weakref.ref[dist.ProcessGroup] | None = None
 
     def enter(self) -> None:
-        """Register a worker."""
-        if not self._num_users:
-            self._is_foreign = dist.is_initialized()
+        """Register a worker. Must be called in the model thread."""
+        group = dist.group.WORLD if dist.is_initialized() else None
+        if group is None or not self._num_users:
+            self._is_foreign = group is not None
+        if group is None or self._planned_for is None or self._planned_for() is not group:
+            _clear_sharding_prop_cache()  # torch takes the plans of one group for those of an equal one
+        self._planned_for = group and weakref.ref(group)
         self._num_users += 1
 
     def leave(self) -> None:
         """Unregister a worker. Must be called in the model thread."""
         self._num_users -= 1
+        if self._is_foreign:
+            return
         # torch caches plans of sharded tensors per thread, which reference the group. A child forked with a
         # `preexec_fn` (Ray's servers) destroys the objects of other threads, and would wait forever for threads of the
         # group, which do not exist in the child.
         _clear_sharding_prop_cache()
-        if not self._num_users and not self._is_foreign and dist.is_initialized():
+        if not self._num_users and dist.is_initialized():
             dist.destroy_process_group()
 
 

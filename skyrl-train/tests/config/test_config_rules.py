@@ -4,7 +4,6 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 
 import pytest
-from omegaconf import DictConfig
 
 import skyrl_gym.envs.base_text_env
 from skyrl_gym.envs.registration import env_class_of
@@ -15,6 +14,7 @@ from skyrl_train.config import (
     validate_environments,
     validate_generator_cfg,
 )
+from skyrl_train.config.base import get_default_values
 from skyrl_train.config.document import read_field_meanings
 from skyrl_train.config.validation import validate_batch_sizes
 from skyrl_train.errors import ConfigError
@@ -24,7 +24,7 @@ from skyrl_train_testing.tiny_runs import register_environments
 def with_settings(**settings):
     """The defaults with changes. A name's end is enough where only one setting or section has it: `seed=1` is
     `trainer.seed=1`, and `critic__optimizer_config__lr=1.0` is `trainer.critic.optimizer_config.lr=1.0`."""
-    values = get_default_config()
+    values = get_default_values(SkyRLConfig)
     for name, value in settings.items():
         end = name.split("__")
         [(section, key)] = [(section, path[-1]) for path, section in places(values) if path[-len(end) :] == end]
@@ -36,7 +36,7 @@ def places(section, path=()):
     """Every setting and section: its path and the section that holds it. (DeepSpeed's have names of others.)"""
     for key, value in section.items():
         yield [*path, key], section
-        if isinstance(value, DictConfig) and key != "deepspeed_config":
+        if isinstance(value, dict) and key != "deepspeed_config":
             yield from places(value, (*path, key))
 
 

@@ -62,10 +62,10 @@ def write_rows(path: Path, data: list[dict[str, Any]]) -> str:
 
 
 @pytest.fixture(scope="module")
-def train(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def train(chat_model: str, group_of_one: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`train(run_dir, changes, experiment)`: trains to the end; the run folder."""
     prompts = write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl", rows())
-    longer = {"trainer": {"epochs": 2, "max_training_steps": NUM_STEPS}}
+    longer = {"trainer": {"epochs": 2, "max_training_steps": NUM_STEPS}, "generator": {"n_samples_per_prompt": 2}}
 
     def run(run_dir: Path, changes: Mapping[str, Any] = {}, experiment: Any = BasePPOExp) -> Path:
         experiment(SkyRLConfig.from_dict(make_tiny_run(run_dir, chat_model, prompts, longer, changes))).run()

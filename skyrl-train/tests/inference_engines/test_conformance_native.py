@@ -14,7 +14,7 @@ WAYS = (("shared_memory", "full"), ("shared_memory", "delta"), ("broadcast", "fu
 def subject(request, tmp_path_factory):
     embeddings, dtype = request.param.split()
     path = make_tiny_model(tmp_path_factory.mktemp(embeddings), tied=embeddings == "tied")
-    engine = NativeInferenceEngine(path, dtype=dtype)
+    engine = NativeInferenceEngine(path, dtype=dtype, max_model_len=320)  # as long as answers that are caught under way
     under_test = EngineUnderTest(engine, path, ways=WAYS)
     yield under_test
     asyncio.run(under_test.close())

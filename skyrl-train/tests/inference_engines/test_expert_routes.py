@@ -66,7 +66,7 @@ def test_routes_match_trainer_for_any_batch_composition(tiny_models: Any, traine
 
 
 async def test_interrupted_completion_has_uninterrupted_routes(tiny_models: Any, trainer: ScoringModel):
-    settings: dict[str, Any] = dict(max_tokens=300, temperature=1.0, seed=3, ignore_eos=True)
+    settings: dict[str, Any] = dict(max_tokens=120, temperature=1.0, seed=3, ignore_eos=True)
     async with engine_of(tiny_models("qwen3_moe"), return_expert_routes=True) as engine:
         [whole] = await completions_of(engine, PROMPT, **settings)
         assert_routes(whole, PROMPT, trainer)
@@ -77,7 +77,7 @@ async def test_interrupted_completion_has_uninterrupted_routes(tiny_models: Any,
         await engine.abort_generation()
         [part] = await asked
         assert part.stop_reason == "abort"
-        rest = settings | {"max_tokens": 300 - len(part.token_ids)}
+        rest = settings | {"max_tokens": 120 - len(part.token_ids)}
         [other] = await completions_of(engine, [*PROMPT, *part.token_ids], **rest)
     joined = join(PROMPT, [part, other], lambda ids: "", "length")
     assert joined.token_ids == whole.token_ids
@@ -86,10 +86,10 @@ async def test_interrupted_completion_has_uninterrupted_routes(tiny_models: Any,
 
 async def test_routes_are_contiguous_after_aborting_pause(tiny_models: Any, trainer: ScoringModel):
     prompts = [PROMPT, PROMPT[:2], [*PROMPT, 11]]
-    params: dict[str, Any] = dict(max_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
+    params: dict[str, Any] = dict(max_tokens=80, temperature=1.0, seed=3, ignore_eos=True)
     completions = await interrupted(tiny_models("qwen3_moe"), prompts, params, return_expert_routes=True)
     for prompt, completion in zip(prompts, completions, strict=True):
-        assert len(completion.token_ids) == 200
+        assert len(completion.token_ids) == 80
         assert_routes(completion, prompt, trainer)
 
 

@@ -104,13 +104,13 @@ def test_ids_beyond_draft_vocabulary_do_not_end_completion(tiny_models, tmp_path
 
 
 def test_tokens_after_drafts_follow_model_distribution(tiny_models):
-    """Chi-squared test of 1,500 second tokens after one first token, against exact probabilities."""
+    """Chi-squared test of second tokens after one first token, against exact probabilities."""
     path = tiny_models("qwen3")
     core = core_with_draft(path, load(path, noise=0.3), num=1, max_drafting=64)
     prompt = np.array([5, 9, 12])
     # Three tokens: of the prompt's pass, a drafted one, and the one behind it.
     params = EngineSamplingParams(max_tokens=3, temperature=0.3)
-    done = run(core, [Request(prompt, params, (7, index)) for index in range(1500)])
+    done = run(core, [Request(prompt, params, (7, index)) for index in range(900)])
     assert 0.2 < shares(done) < 0.95
     pairs = np.array([answer.token_ids[:2] for answer in done])
     first = int(np.bincount(pairs[:, 0]).argmax())
@@ -123,7 +123,7 @@ def test_tokens_after_drafts_follow_model_distribution(tiny_models):
     cells = [*zip(found[often], expected[often], strict=True), (found[~often].sum(), expected[~often].sum())]
     statistic = sum((one - other) ** 2 / other for one, other in cells if other > 0)
     degrees = len(cells) - 1
-    assert len(seconds) > 150 and degrees >= 3
+    assert len(seconds) > 100 and degrees >= 3
     assert statistic < degrees + 4 * np.sqrt(2 * degrees)
 
 

@@ -85,7 +85,7 @@ CHOICES = {
 }
 
 
-@settings_of_search(deadline=None, max_examples=30)
+@settings_of_search(deadline=None, max_examples=12)
 @given(overrides=st.fixed_dictionaries(CHOICES), gigabytes=st.sampled_from([24, 40, 80, 140]))
 def test_found_change_is_minimal(overrides: dict[str, Any], gigabytes: int):
     cfg, shapes, gpu = run(**overrides), {"policy": shape(**LARGE)}, device(gigabytes)

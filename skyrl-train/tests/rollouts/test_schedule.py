@@ -247,11 +247,11 @@ def simulate(limits: ScheduleLimits, seed: int, *, p_fail: float = 0.0, p_filter
 @pytest.mark.parametrize(
     ("order", "on_stale"), [("exact", "drop"), *product(["finished", "oldest"], ["drop", "regenerate", "mask"])]
 )
-def test_group_age_stays_within_bound_over_ten_thousand_steps(order, on_stale):
-    bounds = limits(order=order, on_stale=on_stale, total_steps=10_000, groups_per_epoch=400, max_running=12)
+def test_group_age_stays_within_bound_over_thousands_of_steps(order, on_stale):
+    bounds = limits(order=order, on_stale=on_stale, total_steps=3_000, groups_per_epoch=400, max_running=12)
     trained, ages, _ = simulate(bounds, seed=0)
     assert max(ages) <= bounds.max_staleness_steps
-    assert sum(trained.values()) == 10_000 * M and max(trained.values()) == 1
+    assert sum(trained.values()) == 3_000 * M and max(trained.values()) == 1
 
 
 @given(
@@ -259,7 +259,7 @@ def test_group_age_stays_within_bound_over_ten_thousand_steps(order, on_stale):
     on_stale=st.sampled_from(["drop", "regenerate", "mask"]), seed=st.integers(0, 10**6), epochs=st.integers(1, 6),
     p_fail=st.sampled_from([0.0, 0.2]), p_filter=st.sampled_from([0.0, 0.3]),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_schedule_finishes_within_bounds_for_any_settings(
     staleness, running, order, on_stale, seed, epochs, p_fail, p_filter
 ):

@@ -33,7 +33,8 @@ ROWS = [
 SLOW = re.compile(
     r"trainer\.critic\.(fsdp_config|model\.lora|optimizer_config|megatron_config)\.(?!cpu_offload|rank|lr|context)"
     r"|trainer\.(critic|ref)\.sequence_parallel_size"
-    r"|trainer\.(algorithm\.\w+|distillation|fully_async)\."
+    r"|trainer\.(algorithm\.\w+|distillation|fully_async|ref\.(megatron|fsdp)_config)\.|trainer\.ref\.model_config"
+    r"|trainer\.algorithm\.(value_|clip_ratio|use_tis|tis_|zero_variance_filter_tol|max_|lambd|gamma|first_ratio|kl_est)"
     r"|trainer\.(num_logger_|policy\.torch_profiler_config|policy\.sequence_parallel_size|policy\.megatron_config|eval_|update_|resume_|print_example|ckpt_)"
     r"|trainer\.(max_|dump_|export_path|epochs|critic_mini|critic\.model|micro_)"
     r"|data\.|generator\.(?!sampling_params|max_turns|n_samples)"

@@ -34,6 +34,11 @@ class UpToThreeTurns(DifferentCharacters):
         return BaseTextEnvStepOutput(observations=observations, reward=self.reward(action), done=done, metadata={})
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_process_group(group_of_one: None) -> None:
+    """The group of all inline runs of a file."""
+
+
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_prompts(tmp_path_factory.mktemp("data") / "prompts.jsonl")

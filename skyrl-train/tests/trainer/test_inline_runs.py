@@ -37,6 +37,11 @@ MODELS = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_process_group() -> None:
+    """None: each run here has a group of its own, as in a process of its own."""
+
+
 def result_of(cfg: SkyRLConfig) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """The metrics of each step without times, and the weights that the run exported."""
     folder = RunFolder(cfg.trainer.run_dir)

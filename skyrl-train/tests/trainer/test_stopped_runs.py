@@ -1,5 +1,6 @@
 """A run that gets SIGTERM saves a checkpoint, from which it goes on exactly."""
 
+import functools
 import os
 import signal
 import threading
@@ -98,34 +99,54 @@ def checkpoints_of(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "ckpts").glob("global_step_*"))
 
 
+@contextmanager
+def called_in(environment: Stopper | None = None, loss: Stopper | None = None) -> Iterator[dict[str, Any]]:
+    never = Stopper(-1)
+    with called_in_environment(environment or never) as own, called_in_loss(loss or never) as others:
+        yield own | others
+
+
+@pytest.fixture(scope="module")
+def whole(settings: Settings, merged: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Any]:
+    """`whole(is_asynchronous)`: the steps of a run that nothing stops; trained once."""
+
+    @functools.cache
+    def train(is_asynchronous: bool) -> Any:
+        folder = tmp_path_factory.mktemp("whole")
+        with called_in() as own:
+            changes = merged(THREE_STEPS, ASYNC) if is_asynchronous else THREE_STEPS
+            BasePPOExp(settings(folder, merged(changes, own))).run()
+        return steps_of(folder)
+
+    return train
+
+
 # 16 answers a step; two optimizer steps of two micro-batches each.
 @pytest.mark.parametrize(
     "where, at_call, changes, expected",
     [
-        (called_in_environment, 16 + 3, {}, "global_step_1"),
-        (called_in_environment, 16 + 3, {"trainer": {"ckpt_async": True}}, "global_step_1"),
-        (called_in_loss, 4 + 1, {}, "global_step_2"),
-        (called_in_environment, 16 + 3, ASYNC, "global_step_1"),
-        (called_in_loss, 4 + 1, ASYNC, "global_step_2"),
+        ("environment", 16 + 3, {}, "global_step_1"),
+        ("environment", 16 + 3, {"trainer": {"ckpt_async": True}}, "global_step_1"),
+        ("loss", 4 + 1, {}, "global_step_2"),
+        ("environment", 16 + 3, ASYNC, "global_step_1"),
+        ("loss", 4 + 1, ASYNC, "global_step_2"),
     ],
     ids=["generation", "generation, ckpt_async", "update", "asynchronous generation", "asynchronous update"],
 )
 def test_stopped_run_resumes_exactly(
-    settings: Settings, merged: Any, tmp_path: Path, where: Any, at_call: int, changes: Any, expected: str
+    settings: Settings, merged: Any, whole: Any, tmp_path: Path, where: str, at_call: int, changes: Any, expected: str
 ) -> None:
-    with where(Stopper(-1)) as own:
-        BasePPOExp(settings(tmp_path / "whole", merged(merged(THREE_STEPS, changes), own))).run()
-    stopper = Stopper(at_call, blocks=where is called_in_environment)
-    with where(stopper) as own:
-        cfg = settings(tmp_path / "stopped", merged(merged(THREE_STEPS, changes), own))
+    stopper = Stopper(at_call, blocks=where == "environment")
+    with called_in(**{where: stopper}) as own:
+        cfg = settings(tmp_path, merged(merged(THREE_STEPS, changes), own))
         with pytest.raises(KeyboardInterrupt):
             BasePPOExp(cfg).run()
         stopper.released.set()
-        assert checkpoints_of(tmp_path / "stopped") == [expected]
+        assert checkpoints_of(tmp_path) == [expected]
         BasePPOExp(cfg).run()
-    resumed = steps_of(tmp_path / "stopped")
+    resumed = steps_of(tmp_path)
     assert [row["step"] for row in resumed] == [1, 2, 3]
-    assert resumed == steps_of(tmp_path / "whole")
+    assert resumed == whole(changes is ASYNC)
 
 
 def test_stop_within_first_step_leaves_no_checkpoint(settings: Settings, merged: Any, tmp_path: Path) -> None:

@@ -15,22 +15,18 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import orjson
-from sqlmodel import Session as Database
 
 from tx.errors import ModelError, RequestError
 from tx.tinker.backends.base import TrainingBackend
 from tx.tinker.base_model import BaseModelFacts
 from tx.tinker.storage.checkpoint_places import get_folder_parts
-from tx.tinker.storage.db_models import CheckpointRow, ModelRow, SamplerRow, SessionRow
 from tx.tinker.storage.encryption import encrypt_folder, parse_recipients
 from tx.tinker.storage.folders import Folders
-from tx.tinker.storage.garbage import schedule_deletion
 from tx.tinker.storage.manifests import DamagedFilesError
-from tx.tinker.storage.rows import remove_commands, update_model
 from tx.tinker.types import (
     AdamParams,
     CheckpointKind,
@@ -44,6 +40,11 @@ from tx.tinker.types import (
 from tx.tinker.wire import schemas
 from tx.tinker.wire.checks import check_training
 from tx.tinker.wire.codec import TrainingRequest
+
+if TYPE_CHECKING:  # at run time in `record` alone: an engine process has no use for half a second of imports
+    from sqlmodel import Session as Database
+
+    from tx.tinker.storage.db_models import SamplerRow
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class ExecutionResult(NamedTuple):
 class PostCommit:
     """Work on memory and disk that follows the commit of `record`."""
 
-    sampler: SamplerRow | None = None
+    sampler: "SamplerRow | None" = None
     blobs: list[str] = field(default_factory=list)
     """Blobs to delete."""
     snapshot: str | None = None
@@ -225,7 +226,7 @@ class ModelCommand(Command, frozen=True, kw_only=True):
         """Apply the command to a model in memory. Returns: `ExecutionResult`."""
         raise NotImplementedError(type(self).__name__)
 
-    def record(self, database: Database, effect: SaveEffect | None, size_bytes: int) -> PostCommit:
+    def record(self, database: "Database", effect: SaveEffect | None, size_bytes: int) -> PostCommit:
         """Write the consequences of success to the database."""
         return PostCommit()
 
@@ -406,8 +407,11 @@ class Save(ModelCommand, frozen=True, kw_only=True):
         yield publish.close
         return ExecutionResult(size_bytes=(yield partial(context.folders.size, self.folder)))
 
-    def record(self, database: Database, effect: SaveEffect | None, size_bytes: int) -> PostCommit:
+    def record(self, database: "Database", effect: SaveEffect | None, size_bytes: int) -> PostCommit:
         """Insert or replace the checkpoint, and insert the sampler unless its session has ended."""
+        from tx.tinker.storage.db_models import CheckpointRow, ModelRow, SamplerRow, SessionRow
+        from tx.tinker.storage.garbage import schedule_deletion
+
         assert effect is not None
         model, now, path = database.get_one(ModelRow, self.model_id), time.time(), None
         if effect.name is not None:
@@ -496,8 +500,11 @@ class Unload(ModelCommand, frozen=True, kw_only=True):
         return ExecutionResult()
         yield  # a generator, as `execute` of every command
 
-    def record(self, database: Database, effect: SaveEffect | None, size_bytes: int) -> PostCommit:
+    def record(self, database: "Database", effect: SaveEffect | None, size_bytes: int) -> PostCommit:
         """Mark the model unloaded and forget the commands kept for replay."""
+        from tx.tinker.storage.db_models import ModelRow
+        from tx.tinker.storage.rows import remove_commands, update_model
+
         snapshot = database.get_one(ModelRow, self.model_id).snapshot
         update_model(database, self.model_id, status="unloaded", snapshot=None, next_seq=self.seq)
         return PostCommit(snapshot=snapshot, blobs=remove_commands(database, self.model_id))
