@@ -188,7 +188,8 @@ def test_process_waiting_for_disk_is_named_with_file():
     saving = [wait(1, "policy worker 0", "save_checkpoint"), wait(2, "policy worker 0", "a write", "file /x", parent=1)]
     first, *_ = diagnosed(trainer(wait(1, TRAINER, "save_checkpoint", "policy worker 0")), rank(0, *saving, state="D"))
     assert first.cause == (
-        "policy worker 0 (pid 10) is blocked in the kernel, waiting for a disk or a device in a write, waiting for file /x"
+        "policy worker 0 (pid 10) is blocked in the kernel, waiting for a disk or a device in a write, "
+        "waiting for file /x"
     )
 
 
