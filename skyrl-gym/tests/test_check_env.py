@@ -132,7 +132,7 @@ BROKEN = {
     "reward None": (broken(output=lambda s, o, r, d: {"observations": o, "reward": None, "done": d}), "finite number"),
     "reward nan": (broken(output=lambda s, o, r, d: {"observations": o, "reward": float("nan"), "done": d}), "finite"),
     "done 1": (broken(output=lambda s, o, r, d: {"observations": o, "reward": r, "done": int(d)}), "done as a bool"),
-    "no observations": (broken(output=lambda s, o, r, d: {"reward": r, "done": d}), "step must give observations"),
+    "no observations": (broken(output=lambda s, o, r, d: {"reward": r, "done": d}), "step must return observations"),
     "metadata": (
         broken(output=lambda s, o, r, d: {"observations": o, "reward": r, "done": d, "metadata": []}),
         "metadata must be a dict",

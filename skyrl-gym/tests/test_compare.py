@@ -102,7 +102,7 @@ def test_tasks_missing_on_either_side_are_excluded_and_counted(tmp_path):
 def test_evaluations_of_other_tasks_are_refused(tmp_path, flag, value):
     a = evaluation(tmp_path / "a", {0: [1]})
     b = evaluation(tmp_path / "b", {0: [1]}, **{flag: value})
-    with pytest.raises(Error, match=f"cannot be compared: --{flag} is .* evaluate both checkpoints on the same rows"):
+    with pytest.raises(Error, match=f"--{flag} is"):
         compare_folders(a, b)
 
 

@@ -149,7 +149,7 @@ def test_transient_judge_failure_is_retried(status):
     [
         (500, 3, r"failed 3 times .*HTTP 500: out of order"),
         (200, 2, "not a chat"),
-        *[(status, 1, f"refused: status {status}") for status in (400, 401, 404)],  # it would refuse again
+        *[(status, 1, f"rejected the request: status {status}") for status in (400, 401, 404)],  # it would refuse again
     ],
 )
 def test_judge_without_verdict_raises_infra_error(status, requests, says):

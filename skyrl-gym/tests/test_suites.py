@@ -265,7 +265,7 @@ def test_suite_without_file_is_read_from_hub_or_given_data_set(tmp_path):
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        (["math5000"], "--suite math5000: there is no such suite; did you mean math500?"),
+        (["math5000"], "--suite math5000: no such suite; did you mean math500?"),
         (["swe_bench"], "--suite swe_bench: .*`python -m skyrl_agent.evaluate examples/agent/swe/swe_bench.yaml ROWS`"),
         (["spider"], r"suite spider_dev needs its database folder: --env-config '\{\"db_path\": \"DIR\"\}'"),
         (
@@ -273,7 +273,7 @@ def test_suite_without_file_is_read_from_hub_or_given_data_set(tmp_path):
             "spider_dk: no database folder Spider-DK/database",
         ),
         (["gsm8k", "--env-config", '{"topk": 3}'], "--env-config: no environment of these suites has a setting 'topk'"),
-        (["gsm8k", "--data", "gsm8=x.jsonl"], "--data gsm8=x.jsonl: there is no suite 'gsm8'; did you mean gsm8k?"),
+        (["gsm8k", "--data", "gsm8=x.jsonl"], "--data gsm8=x.jsonl: no suite 'gsm8'; did you mean gsm8k?"),
         (["gsm8k", "--data", "x.jsonl"], "--data x.jsonl: no such file or folder"),
         (["gsm8k", "--data", "gsm8k=x.jsonl"], "--data: no such file x.jsonl"),
         (["bfcl_simple"], "no file for suite bfcl_simple: .*--data bfcl_simple=FILE"),

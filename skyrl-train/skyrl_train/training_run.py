@@ -264,7 +264,7 @@ class TrainingRun(ABC):
         self._start_record()
         for hook in self.hooks:
             hook.on_resume()
-        logger.info(f"resumed from {folder} after step {self.global_step}")
+        logger.info(f"resumed after step {self.global_step} from {folder}")
         if changes:
             logger.warning(f"settings differ from those of that checkpoint:{lines_of(changes)}")
         if self.global_step >= self.total_training_steps:

@@ -101,4 +101,4 @@ def clip(text: str, limit: int) -> str:
     if missing <= 0:
         return text
     head, tail = text[: (limit + 1) // 2], text[len(text) - limit // 2 :]
-    return f"{head}\n[... {missing} characters omitted ...]\n{tail}"
+    return f"{head}\n[... {missing} characters left out ...]\n{tail}"

@@ -83,7 +83,7 @@ async def test_judge_is_probed_when_task_uses_judge():
 
 RUNTIMES = {
     "nothing listens": ({"kind": "remote"}, None, r"runtime.url=.*: no server responds: ConnectError"),
-    "another server": ({"kind": "remote"}, (404, "no"), r"runtime.url=.*: not a runtime server"),
+    "another server": ({"kind": "remote"}, (404, "no"), r"runtime.url=.*not a runtime server"),
     "no token": ({"kind": "remote"}, (401, "no"), r"runtime.url=.*the server rejected.*runtime.token_env"),
 }
 
@@ -123,7 +123,7 @@ async def test_runtime_with_wrong_url_fails_within_seconds(answer):
     began = time.monotonic()
     with web_server(lambda asked: answer) as server:
         runtime = make_runtime(RuntimeSpec(kind="remote", url=unused_url() if answer is None else server.url))
-        with pytest.raises(InfraError, match=r"failed for 5 s; last: ConnectError|answer"):
+        with pytest.raises(InfraError, match=r"failed for 5 s; last: ConnectError|not a runtime server"):
             await runtime.start()
     assert time.monotonic() - began < 60
 

@@ -165,7 +165,7 @@ async def test_missing_pytest_is_not_agent_failure(sandboxed, monkeypatch):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"files": {}}, "files must map paths to texts"),
+        ({"files": {}}, "files must map"),
         ({"files": {"../x": ""}}, "relative to the working directory"),
         ({"files": {"x.py": 3}}, "must have text for 'x.py'"),
         ({"test_cmd": " "}, "test_cmd must be the command"),

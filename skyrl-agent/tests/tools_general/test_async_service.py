@@ -39,7 +39,7 @@ async def test_transient_failures_are_retried(trouble):
     "script, error, text",
     [
         ([(500, "it broke")], InfraError, "failed 3 times .* HTTP 500: it broke"),
-        ([(403, "no such key")], InfraError, "refused: HTTP 403: no such key"),
+        ([(403, "no such key")], InfraError, "rejected the request: HTTP 403: no such key"),
         ([(200, "<html>")], InfraError, "not JSON"),
         ([(422, "topk is too large")], RefusedRequest, "topk is too large"),
     ],

@@ -156,7 +156,7 @@ def test_containers_of_killed_process_are_removed(engine, tmp_path, monkeypatch)
 )
 def test_image_is_pulled_by_policy_once_per_process(engine, calls, pull, image, expected):
     if expected is None:
-        with pytest.raises(InfraError, match=f"{engine} has no image 'absent', and the pull policy is never"):
+        with pytest.raises(InfraError, match=f"{engine}.*'absent'"):
             container_engine.ensure_image(engine, image, pull)
         return
     for _ in range(2):

@@ -46,7 +46,7 @@ __all__ = ["Colocation", "ColocationError", "DeviceState", "Engines"]
 T = TypeVar("T")
 
 _RETURN_ATTEMPTS = 3
-STARTS = "an engine to start"
+STARTS = "the start of an engine"
 """What a sync waits for, in errors and in records of waits."""
 
 

@@ -156,7 +156,7 @@ def test_loss_temperature_equals_sampling_temperature():
     loss, sampling = "trainer.algorithm.temperature", "generator.sampling_params.temperature"
     assert changes({loss: 1.0}) == {}
     assert changes({loss: 0.7, sampling: 0.7}) == {sampling: 0.7}
-    with pytest.raises(ConfigError, match=f"{loss}=0.7 is refused: .*{sampling}=1.0"):
+    with pytest.raises(ConfigError, match=f"{loss}=0.7 .*{sampling}=1.0"):
         changes({loss: 0.7})
 
 

@@ -157,7 +157,7 @@ def test_stopped_rank(start_ranks: Callable[[int], ForkedRanks], run_dir: Path):
 def test_missing_collective_of_rank_is_found(start_ranks: Callable[[int], ForkedRanks], run_dir: Path):
     ranks = start_ranks(2)
     error, _ = explained(lambda: call(ranks, "reduce_unless_rank_1"), run_dir)
-    assert f"policy worker 1 (pid {ranks.pids()[1]}) left out all_reduce #1" in error
+    assert f"policy worker 1 (pid {ranks.pids()[1]}) skipped all_reduce #1" in error
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ LONG_QUESTION = [{"role": "user", "content": "1" + "+1" * 60}]
             "exceed trainer.max_prompt_length=40 tokens",
             marks=pytest.mark.full,
         ),
-        ("prompt", QUESTION, "trainer.policy.model.path=/nowhere", "model.path=/nowhere: there is no such folder"),
+        ("prompt", QUESTION, "trainer.policy.model.path=/nowhere", "model.path=/nowhere: no such folder"),
         pytest.param(
             "prompt",
             QUESTION,

@@ -68,7 +68,7 @@ async def test_hanging_policy_rank_ends_run(start_run_with_ray, prompt, tmp_path
         victim = trainer.policy_model.ranks.pids()[1]
         before(trainer, "train_policy", lambda: later.append(Later(victim, signal.SIGSTOP, 1.0)))
         # Either our deadline passes first, or that of the other rank, which waits for this one.
-        expected = "did not answer within 12 s .trainer.worker_timeout_seconds|no answer yet from policy worker 1"
+        expected = "did not answer within 12 s .trainer.worker_timeout_seconds|no response yet from policy worker 1"
         with pytest.raises(WorkerError, match=expected) as error:
             await trainer.train()
         assert "policy worker 1" in str(error.value)
@@ -83,7 +83,7 @@ async def test_hanging_engine_fails_rollouts_at_deadline(start_run_with_ray, pro
         victim = trainer.inference_engine_client.engines[0].pid()
         before(trainer, "generate", lambda: os.kill(victim, signal.SIGSTOP))
         began = time.monotonic()
-        expected = "all 4 rollouts of step 1 failed.*infrastructure: the engine did not answer within "
+        expected = "all 4 rollouts of step 1 failed.*infrastructure: the engine did not respond within "
         with pytest.raises(SkyRLError, match=expected + "generator.request_timeout_seconds=2"):
             await trainer.train()
         assert time.monotonic() - began < 60

@@ -418,7 +418,7 @@ def by_output(task: HarnessTask, output: Any) -> float:
         ({"function": "json:no_such"}, "has no attribute 'no_such'"),
         (
             {"command": ["sh"], "env": {"a.b": "c"}},
-            "generator.harness.env: the environment variable 'a.b' needs a name",
+            "generator.harness.env: the environment variable 'a.b'",
         ),
         ({"command": ["sh"]}, "row 0 of data.train_data has no column `grade`"),
     ],

@@ -160,7 +160,7 @@ def test_unsuitable_draft_models_are_rejected(tiny_models, tmp_path):
         (dict(speculative_model=path), "num_speculative_tokens=0"),
         (
             dict(speculative_model=str(tmp_path / "other"), num_speculative_tokens=2),
-            r"must have the tokens of .*: 1 differ, such as '<new>' \(62 and None\)",
+            r"must have the vocabulary of .*: 1 tokens differ, such as '<new>' \(62 and None\)",
         ),
         (dict(speculative_model=str(tmp_path / "short"), num_speculative_tokens=2), "has a context of 64 tokens"),
     ):

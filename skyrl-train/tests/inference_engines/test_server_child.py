@@ -68,7 +68,7 @@ def test_server_responds_until_stopped(tmp_path: Path) -> None:
     child.check()
     child.end(grace_seconds=5)
     assert _ends(child.pid)
-    with pytest.raises(WorkerError, match=r"(?s)the server ended with status .*serving"):
+    with pytest.raises(WorkerError, match=r"(?s)the server exited with status .*serving"):
         child.check()
 
 
@@ -76,7 +76,7 @@ def test_server_responds_until_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "source, seconds, message",
     [
-        ("import sys; print('no model'); sys.exit(3)", 60, r"(?s)ended with status 3\n.*no model"),
+        ("import sys; print('no model'); sys.exit(3)", 60, r"(?s)exited with status 3\n.*no model"),
         (
             "import time; print('loading', flush=True); time.sleep(99)",
             2,

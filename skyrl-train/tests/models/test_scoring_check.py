@@ -168,7 +168,7 @@ class DoubledLogits(hf.LlamaForCausalLM):
 
 
 def test_unknown_logit_transform_is_always_rejected():
-    with pytest.raises(ConfigError, match=r"differ from those of the model's own forward by .*No setting"):
+    with pytest.raises(ConfigError, match=r"differ from the model's own forward by .*No setting"):
         check_scoring(ScoringModel(build(DoubledLogits, hf.LlamaConfig)), "doubled")
 
 

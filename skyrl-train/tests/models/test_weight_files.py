@@ -208,7 +208,7 @@ def of_integers(weights: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (missing, "model.norm.weight is not in the files"),
+        (missing, "model.norm.weight is missing in the files"),
         (misshapen, r"model.norm.weight has the shape \[3\] in the files and \[32\] in the model"),
         (twice, "lm_head"),
         (of_integers, "model.norm.weight has the dtype I8"),

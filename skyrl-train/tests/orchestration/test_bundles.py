@@ -54,7 +54,7 @@ def count_placed_groups() -> int:
 def test_ranks_acquire_all_slots_or_none_and_release_them(ray_cpu: None, tmp_path: Path):
     before = count_placed_groups()
     asked = int(ray.cluster_resources()["CPU"]) + 1
-    with pytest.raises(WorkerError, match=rf"{asked} CPUs for the ranks of policy did not become free within 0.5 s"):
+    with pytest.raises(WorkerError, match=rf"{asked} CPUs for the ranks of policy"):
         reserve_bundles(asked, "cpu", purpose="the ranks of policy", timeout_seconds=0.5)
     assert count_placed_groups() == before
     ranks = RayRanks("policy", dict, (), num_ranks=3, device="cpu", log_folder=tmp_path)

@@ -81,7 +81,7 @@ def test_missing_model_is_named(tmp_path: Path):
     driver = node(tmp_path / "a")
     here = view_of(driver, "own", "node-a")
     missing = view_of(Paths(models={"trainer.policy.model.path": tmp_path / "nothing"}), "id", "node-b")
-    line = f"node node-b does not see trainer.policy.model.path={tmp_path / 'a' / 'model'}"
+    line = f"node node-b cannot see trainer.policy.model.path={tmp_path / 'a' / 'model'}"
     assert differences(here.models, missing.models, driver.models, "node-b") == [line]
 
 

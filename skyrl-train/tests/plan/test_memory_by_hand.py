@@ -172,7 +172,7 @@ def test_tensor_parallel_engine_holds_at_least_one_kv_head():
 def test_engine_cache_below_one_response_is_shortage():
     cfg = settings(**{"generator.backend": "vllm", "trainer.placement.device": "cuda"})
     plan = estimate_memory(cfg, {"policy": shape()}, Device("", "cuda", 1.2e9, 1, 1, 1))
-    assert any("no answer of 100 tokens" in each for each in plan.shortages)
+    assert any("a completion of 100 tokens" in each for each in plan.shortages)
     assert plan.excess > 0
 
 

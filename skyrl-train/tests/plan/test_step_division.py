@@ -42,7 +42,7 @@ def test_prompts_left_out_are_counted():
 
 
 def test_nothing_is_said_to_be_left_out_where_nothing_is():
-    assert "left out" not in str(step_plan(settings(), num_prompts=32))
+    assert "dropped" not in str(step_plan(settings(), num_prompts=32))
 
 
 def test_token_budget_sets_micro_batch_size():

@@ -86,7 +86,7 @@ def test_maximum_of_unimodal_function_is_found():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lengths": ""}, "--lengths is needed"),
+        ({"lengths": ""}, "--lengths is required"),
         ({"lengths": "10:x"}, "tokens:weight"),
         ({"gpus": "5"}, "multiple of the number of engines"),
     ],

@@ -205,7 +205,7 @@ def test_resume_from_other_run_renames_own_checkpoints(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name, rule", [("ckpts", "must end in global_step_N"), ("global_step_8", "no complete checkpoint found at")]
+    "name, rule", [("ckpts", "ending in global_step_N"), ("global_step_8", "no complete checkpoint found at")]
 )
 def test_resume_path_without_checkpoint_is_refused(tmp_path: Path, name: str, rule: str):
     with pytest.raises(ConfigError, match=f"trainer.resume_path.*{rule}"):

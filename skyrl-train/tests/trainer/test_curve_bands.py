@@ -121,7 +121,7 @@ def test_reference_run_bands_are_mean_and_std_over_runs():
     assert bands == {REWARD: {1: [-1.0, 1.0], 2: [0.0, 2.0]}}
     with pytest.raises(DataError, match="at least two runs"):
         compute_bands(runs[:1], [REWARD], interval=2)
-    with pytest.raises(DataError, match=rf"not every run has loss/x; the metrics of the first: {REWARD}"):
+    with pytest.raises(DataError, match=rf"loss/x; .*{REWARD}"):
         compute_bands(runs, ["loss/x"], interval=2)
 
 

@@ -191,7 +191,7 @@ def free_url() -> str:
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no teacher": ({"teachers": {"main": {"model": ""}}}, r"teachers\.main\.model is empty"),
-    "wrong path": ({"teachers": {"main": {"model": "/no/such"}}}, r"teachers\.main\.model=/no/such: there is no such"),
+    "wrong path": ({"teachers": {"main": {"model": "/no/such"}}}, r"teachers\.main\.model=/no/such: no such"),
     "server not listening": (
         {"teachers": {"main": {"urls": ["{url}"]}}},
         r"teachers\.main\.urls: .*cannot be reached|teachers\.main\.urls: .*refused",
@@ -207,7 +207,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "too many tokens": ({"tokens": "top_k", "top_k": 100_000}, r"top_k=100000 must be below the \d+ tokens"),
     "too much memory": ({"tokens": "full", "memory_gb": 1e-6}, r"may take .* GB .*more than .*memory_gb=1e-06"),
     "forward KL of sampled tokens": ({"kl": "forward"}, "use tokens=top_k or full, or kl=reverse"),
-    "top_k that nothing reads": ({"top_k": 5}, "read only with trainer.distillation.tokens=top_k"),
+    "top_k that nothing reads": ({"top_k": 5}, "only with trainer.distillation.tokens=top_k"),
     "two teachers of one source": (
         {"teachers": {"main": {"data_sources": ["toy"]}, "b": {"model": "x", "data_sources": ["toy"]}}},
         "both name 'toy'",

@@ -308,7 +308,7 @@ Refusal = tuple[dict[str, Any], str]
 REFUSALS: list[Refusal] = [
     (
         {"fully_async": {"max_staleness_steps": 3}},
-        "max_staleness_steps=3 is read only with trainer.fully_async.enabled",
+        "max_staleness_steps=3 has an effect only with trainer.fully_async.enabled",
     ),
     (asynchronous() | {"placement": {"colocate_all": True}}, "set trainer.placement.colocate_all=false"),
     (asynchronous() | {"algorithm": {}}, r"policy_loss_type=regular does not correct .* decoupled_ppo, .*rollout_is"),

@@ -113,7 +113,7 @@ def test_invalid_arguments_are_named(finished: RunFolder, tmp_path: Path, capsys
     )
     mistakes = [
         ([str(tmp_path / "nowhere"), "--sample", name], "nowhere is not a run folder: it has no config.yaml"),
-        ([str(finished.path), "--sample", "nobody_0"], "has no sample nobody_0: a name is the uid"),
+        ([str(finished.path), "--sample", "nobody_0"], "has no sample nobody_0: a name is UID_SAMPLE"),
         (
             [str(finished.path), "--sample", name, "--step", "9"],
             "no trajectories of step 9; it has those of steps 1 to 3",

@@ -122,7 +122,7 @@ def test_custom_parameters_kept_in_float32_stay_float32(folder_of: Any, group_of
 @pytest.mark.parametrize(
     "kept, says",
     [
-        ("gate_up_proj_bias", r"keeps model.layers.0.mlp.experts.gate_up_proj_bias in float32, but not .*down_proj, "),
+        ("gate_up_proj_bias", r"loads model.layers.0.mlp.experts.gate_up_proj_bias in float32, but not .*down_proj, "),
         ("scale", r"model.scale in float32 in the module model \(GptOssModel\) outside the transformer blocks"),
     ],
 )

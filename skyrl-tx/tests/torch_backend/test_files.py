@@ -166,9 +166,9 @@ def damage(folder: Path, how: str) -> None:
         ("no optimizer", "has no optimizer"),
         ("cut off", "no adapter could be read"),
         ("optimizer cut off", "damaged"),
-        ("a layer less", "is missing there"),
-        ("a layer more", "there and missing here"),
-        ("another shape", r"\[5, 5\] there"),
+        ("a layer less", "is missing in the checkpoint"),
+        ("a layer more", "missing in the model"),
+        ("another shape", r"\[5, 5\] in the checkpoint"),
         ("not finite", "not finite"),
     ],
 )

@@ -77,7 +77,7 @@ def test_replayed_failing_steps_leave_same_bits(model_folder: Make, supervised: 
     before = first.carry_out(orders_with_failing_steps(supervised, replay=False), "before")
     failed = {each.request_id: each for each in first.reports if isinstance(each, Failed)}
     assert set(failed) == {"4", "6", "7"}
-    assert "the gradient is cleared" in failed["4"].error
+    assert "the gradient was cleared" in failed["4"].error
     assert "adam_params.learning_rate" in failed["6"].error and "adam_params.weight_decay" in failed["7"].error
     assert all(each.category == "user" for each in failed.values()), "only these are done again"
 

@@ -81,7 +81,7 @@ def _check_agent(generator: GeneratorConfig) -> None:
         f"generator.task={generator.task} and generator.harness both set an agent; remove one of them",
     )
     agent = "generator.harness" if harness.is_on else f"generator.task={generator.task}"
-    owner = "the harness's" if harness.is_on else "the task file"
+    owner = "the harness" if harness.is_on else "the task file"
     for name in _SET_BY_THE_AGENT:
         value, default = getattr(generator, name), getattr(defaults, name)
         read = harness.is_on and name in _READ_WITH_A_HARNESS

@@ -83,7 +83,7 @@ async def test_check_accepts_served_model_and_rejects_other(
     check_server(engine, tokenizer)
     other = make_tiny_model(tmp_path_factory.mktemp("other") / "small", tied=False)
     stranger = RemoteInferenceEngine(engine.url, other, tokenizer=tokenizer, api_key=engine.api_key)
-    with pytest.raises(ConfigError, match=f"serves {served_model}; generator.model_name is {other}"):
+    with pytest.raises(ConfigError, match=f"{served_model}; generator.model_name is {other}"):
         check_server(stranger, tokenizer)
     await stranger.teardown()
 

@@ -59,7 +59,7 @@ def test_unknown_setting_error_suggests_nearest(tiny_folder: str) -> None:
 
 
 def test_failed_start_error_contains_server_log(tiny_folder: str) -> None:
-    with pytest.raises(WorkerError, match=r"ended with status [\s\S]*end of .*server\.log[\s\S]*no_such_backend"):
+    with pytest.raises(WorkerError, match=r"exited with status [\s\S]*end of .*server\.log[\s\S]*no_such_backend"):
         SGLangInferenceEngine(tiny_folder, device=DEVICE, dtype="float32", attention_backend="no_such_backend")
 
 

@@ -204,7 +204,7 @@ class EngineLink:
         reading.cancel()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         last = next((line for line in reversed(self.log_tail) if line.strip()), "")
-        return f"it exited with {how}" + (f": {last[-300:]}" if last else "")
+        return f"it ended with {how}" + (f": {last[-300:]}" if last else "")
 
     async def _read_messages(self, channel: ApiChannel) -> str:
         with contextlib.ExitStack() as starting:
