@@ -21,9 +21,18 @@ from skyrl_train.weight_sync.fingerprint import VerificationSample
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_window"]
 CPU = torch.device("cpu")
+DAILY = ARCHITECTURES[2:]  # parts of the other two are in these: biases, an output layer of its own
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+def each_architecture(*values: object) -> list[Any]:
+    """Each name with these values, the ones that are not daily marked slow."""
+    return [pytest.param(name, *values, marks=[] if name in DAILY else pytest.mark.slow) for name in ARCHITECTURES]
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", each_architecture())
 def test_greedy_completions_equal_transformers_generate(tiny_models, name):
     """Log-probs equal those of one plain forward pass over prompt and response, too."""
     reference = AutoModelForCausalLM.from_pretrained(tiny_models(name))
@@ -45,9 +54,7 @@ def packed(request, monkeypatch) -> bool:
     return request.param
 
 
-@pytest.mark.parametrize(
-    ("name", "packed"), [*((name, False) for name in ARCHITECTURES), ("qwen3", True)], indirect=["packed"]
-)
+@pytest.mark.parametrize(("name", "packed"), [*each_architecture(False), ("qwen3", True)], indirect=["packed"])
 def test_request_is_bit_exact_alone_and_batched(tiny_models, name, packed):
     """Lengths from 1 to past the attention's chunks; half of the requests join later; they end at different times."""
     lengths = [1, 2, 5, 31, 32, 33, 40, 64, 65, 120, 127, 129, 200, 250, 310, 12, 17]
@@ -88,7 +95,7 @@ def beginning_alike(beginnings: list[np.ndarray], count: int) -> list[np.ndarray
     ]
 
 
-@pytest.mark.parametrize(("name", "drafts"), [*((name, 0) for name in ARCHITECTURES), ("qwen3", 3)])
+@pytest.mark.parametrize(("name", "drafts"), [*each_architecture(0), ("qwen3", 3)])
 def test_shared_prefix_keys_keep_outputs_bit_exact(tiny_models, name, drafts, lengths_shared):
     """Two groups and a row of its own, whose prompt is shorter than what the groups share."""
     core_alone, crowd = make_core(tiny_models(name)), make_core(tiny_models(name), num_draft_tokens=drafts)
@@ -184,7 +191,7 @@ def test_samples_of_same_prompt_prefill_once(tiny_models):
     assert all(same_bits(done[request], expected) for request, expected in zip(requests, apart, strict=True))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", each_architecture())
 def test_prompt_scores_use_temperature_and_equal_decoding(tiny_models, name):
     """Scored beside others: the log-probs that were reported when the same tokens were drawn, and the likeliest."""
     core = make_core_cached(tiny_models(name))

@@ -149,7 +149,15 @@ def same(one: list[Completion], other: list[Completion]) -> bool:
     return all(same_bits(mine, its) for mine, its in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_window"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen2")),
+        "qwen3",
+        "qwen3_moe",
+        "qwen2_window",
+    ],
+)
 def test_cached_conversations_are_bit_exact_and_not_recomputed(tiny_models, name: str):
     """But for the last token of prompts that are known as a whole: those of other samples and of retries."""
     expected, without, _ = conversations(make_core(tiny_models(name), max_prefix_tokens=0))
@@ -161,7 +169,7 @@ def test_cached_conversations_are_bit_exact_and_not_recomputed(tiny_models, name
     assert None not in per_request and max(map(int, per_request)) > 150  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("max_tokens", [50, 300])
+@pytest.mark.parametrize("max_tokens", [50, pytest.param(300, marks=pytest.mark.slow)])
 def test_small_cache_stays_in_budget_and_bit_exact(tiny_models, max_tokens: int):
     expected, without, _ = conversations(make_core(tiny_models("qwen3"), max_prefix_tokens=0))
     core = make_core(tiny_models("qwen3"), max_prefix_tokens=max_tokens)

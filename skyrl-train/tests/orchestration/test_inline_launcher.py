@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from skyrl_train.config import SkyRLConfig, validate_cfg, validate_generator_cfg
 from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig
 from skyrl_train.config.validation import validate_supervised_cfg
+from skyrl_train.distributed.process_group import build_mesh
+from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.orchestration import inline_launcher
 from skyrl_train.orchestration.inline_launcher import InlineRank, SharedProcessGroup
@@ -205,3 +208,28 @@ async def test_foreign_process_group_is_kept(group_of_one: None, tmp_path: Path)
     assert await answer(rank, "join") == [1]
     await rank.shutdown()
     assert dist.is_initialized()
+
+
+class Plans(Joins):
+    """A worker that adds sharded tensors."""
+
+    def add(self) -> int:
+        """Return how often torch had the plan of an operation already, in the model thread."""
+        self.join()
+        mesh = build_mesh(torch.device("cpu"))
+        tensor = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+        assert gather_full_tensor(tensor + tensor).tolist() == [2.0, 2.0]
+        return torch._C._get_DTensor_sharding_propagator_cache_stats()[0]
+
+
+async def test_plans_last_as_long_as_foreign_process_group(group_of_one: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(inline_launcher, "_PROCESS_GROUP", SharedProcessGroup())
+    hits = []
+    for is_new in (True, False, True):
+        if is_new:
+            dist.destroy_process_group()
+            Joins().join()
+        rank = InlineRank("policy", Plans, (), "cpu")
+        hits += await answer(rank, "add")
+        await rank.shutdown()
+    assert hits[0] == 0 and hits[1] > 0 and hits[2] == 0
