@@ -121,7 +121,7 @@ def test_openenv_server_failures_are_never_scored(counting: str) -> None:
 def test_openenv_key_is_not_sent_to_server_named_by_row() -> None:
     settings = {"base_url": "http://127.0.0.1:8000/a", "api_key": "secret"}
     assert OpenEnv(settings, {"base_url": "http://127.0.0.1:8000/b"}).base_url.endswith("/b")
-    with pytest.raises(TaskError, match=r"http://127\.0\.0\.1:8000/a .*'http://other:8000'"):
+    with pytest.raises(TaskError, match=r"http://127\.0\.0\.1:8000/a, .*'http://other:8000'"):
         OpenEnv(settings, {"base_url": "http://other:8000"})
     with pytest.raises(ValueError, match="api_key"):
         OpenEnv({"api_key": "secret"}, {"base_url": "http://other:8000"})

@@ -155,7 +155,7 @@ def test_system_prompt_is_added_when_missing():
         ({"dataset": "chain_sum", "seed": 1, "dataset_config": {"min_terms": 0}}, "min_terms"),
         ({"dataset": "chain_sum", "seed": 1, "dataset_config": "{"}, "dataset_config"),
         ({"dataset": "chain_sum"}, "seed field is required"),
-        ({"dataset": "chain_sum", "seed": 1, "index": -1}, "index must be a whole number"),
+        ({"dataset": "chain_sum", "seed": 1, "index": -1}, "index must be"),
         ({"dataset": "chain_sum", "entry": {"question": "?", "answer": "1"}}, "metadata is missing"),
     ],
 )

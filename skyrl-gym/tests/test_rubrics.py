@@ -128,7 +128,7 @@ def test_mistakes_are_named_when_it_is_used():
     rubric = Rubric({"correct": is_correct})
     with pytest.raises(TypeError, match="ground_truth"):
         rubric.score(completion="42")
-    with pytest.raises(TypeError, match="given response"):
+    with pytest.raises(TypeError, match="received response"):
         rubric.score(response="42")
     with pytest.raises(TypeError, match=r"'text' .*'good'"):
         Rubric({"text": lambda: "good"}).score()

@@ -135,7 +135,7 @@ def test_answers_are_read_from_sibling_folder(tmp_path):
     [
         ({}, "simple_0"),
         ({"question": [[], []]}, "simple_0"),
-        ({"function": None}, "there is no column function"),
+        ({"function": None}, "no column function"),
     ],
 )
 def test_unplayable_problem_is_named(columns, text):

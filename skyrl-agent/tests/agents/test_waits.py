@@ -60,5 +60,5 @@ async def test_overdue_stage_names_trajectory_and_pending_wait(
         [ended] = [one async for one in Dispatch(section).run([trajectory])]
     assert ended.result.failure is not None
     message = ended.result.failure.message
-    assert f"generate did not end within {SECONDS:g} s" in message
+    assert f"generate did not finish within {SECONDS:g} s" in message
     assert "trajectory one_0 (pid " in message and cause in message, message

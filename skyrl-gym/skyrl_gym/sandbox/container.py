@@ -233,7 +233,7 @@ class Container:
     def write(self, path: str, data: bytes) -> None:
         ended = self._call(WRITE, *split_path(path), stdin=data)
         if ended.returncode == 5:
-            raise ValueError(f"{path!r} cannot be written as a plain file of the workspace")
+            raise ValueError(f"{path!r} cannot be written as a regular file in the workspace")
         self._check(ended)
 
     def read(self, path: str, max_bytes: int) -> bytes:
@@ -241,7 +241,7 @@ class Container:
         if ended.returncode == 4:
             raise FileNotFoundError(f"no file {path!r} in the workspace")
         if ended.returncode == 5:
-            raise ValueError(f"{path!r} is not a plain file of the workspace")
+            raise ValueError(f"{path!r} is not a regular file in the workspace")
         self._check(ended)
         if len(ended.stdout) > max_bytes:
             raise ValueError(f"{path!r} is larger than {max_bytes} bytes")

@@ -58,6 +58,8 @@ class ProcessGroup:
         self._mark = f"{MARK}={mark}"
         self._workspace = workspace
         self._proc = ProcFolder("/proc")
+        self._unreadable: dict[str, list[str]] = {}
+        """Processes whose environment could not be read -> its addresses."""
 
     def kill(self, process: "subprocess.Popen[bytes]") -> None:
         with suppress(ProcessLookupError):
@@ -90,9 +92,13 @@ class ProcessGroup:
         fields = self._proc.text(f"{process}/stat").rpartition(")")[2].split()
         if not fields:
             return "gone"
-        # proc_pid_stat(5): these fields begin with the third; number 51 is the end of the environment, 0 while `execve`
-        # replaces it. Kernel threads and zombies have no environment either, and no executable.
-        return "unknown" if fields[51 - 3] == "0" and self._proc.has_executable(process) else "other"
+        # proc_pid_stat(5): these fields begin with the third; 50 and 51 are start and end of the environment.
+        addresses = fields[50 - 3 : 52 - 3]
+        if addresses == ["0", "0"]:  # `execve` replaces it; or a kernel thread or a zombie, without executable
+            return "unknown" if self._proc.has_executable(process) else "other"
+        # If `execve` ended between open and read, the text is empty, but the next one is not.
+        seen_before, self._unreadable[process] = self._unreadable.get(process), addresses
+        return "other" if addresses[0] == addresses[1] or addresses == seen_before else "unknown"
 
     def _kill_marked(self) -> None:
         quiet_rounds = 0

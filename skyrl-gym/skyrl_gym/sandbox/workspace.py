@@ -78,7 +78,7 @@ class Workspace:
                 descriptor = os.open(name, flags, dir_fd=folder)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ValueError(f"{path!r}is not a regular file in the workspace")
+                raise ValueError(f"{path!r} is not a regular file in the workspace")
             with os.fdopen(descriptor, "rb", closefd=False) as file:
                 data = file.read(max_bytes + 1)
         finally:
@@ -163,7 +163,7 @@ def _unsafe_is_value_error(path: str) -> Iterator[None]:
     except FileNotFoundError:
         raise FileNotFoundError(f"no file {path!r} in the workspace") from None
     except OSError as error:  # a link (ELOOP), not a folder (ENOTDIR), a socket (ENXIO), no permission
-        raise ValueError(f"{path!r}is not a regular file in the workspace: {error.strerror}") from None
+        raise ValueError(f"{path!r} is not a regular file in the workspace: {error.strerror}") from None
 
 
 def _count_tree_bytes(descriptor: int, stop_above: int, depth: int) -> int:

@@ -109,7 +109,7 @@ def test_isolation_setup_failure_raises_infra_error(needs_local, monkeypatch):
 def test_deleted_workspace_raises_infra_error(needs_local):
     with make_sandbox("local") as sandbox:
         shutil.rmtree(sandbox._workspace.root)  # pyright: ignore[reportAttributeAccessIssue]
-        with pytest.raises(InfraError, match="is gone"):
+        with pytest.raises(InfraError, match="no longer exists"):
             sandbox.exec(["true"])
 
 

@@ -592,16 +592,16 @@ def test_daemon_is_killed_with_command(walled):
 )
 def test_special_files_are_not_read(walled, make):
     assert walled.exec(["sh", "-c", make]).ok
-    with pytest.raises(ValueError, match="plain file"):
+    with pytest.raises(ValueError, match="regular file"):
         walled.read("it")
 
 
 def test_read_and_write_reject_symlinked_folder(walled, host):
     target = host.folders[0]
     assert walled.exec(["ln", "-s", str(target), "out"]).ok
-    with pytest.raises(ValueError, match="plain file"):
+    with pytest.raises(ValueError, match="regular file"):
         walled.read("out/secret")
-    with pytest.raises(ValueError, match="plain file"):
+    with pytest.raises(ValueError, match="regular file"):
         walled.write(f"out/{host.canary}", "x")
     host.check()
 

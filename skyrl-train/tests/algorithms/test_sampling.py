@@ -85,5 +85,5 @@ def test_missing_reward_is_rejected():
 
 
 def test_empty_overlong_buffer_is_rejected():
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(ValueError, match="buffer_len of at least 1"):
         compute_overlong_penalty(torch.tensor([1]), 10, 0, 1.0)

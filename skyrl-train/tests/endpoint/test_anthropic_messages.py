@@ -214,7 +214,7 @@ async def test_errors_match_original_api(chat_engine, chat_model):
             with pytest.raises(anthropic.RateLimitError) as raised:
                 await client.messages.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": "a"}])
             assert raised.value.response.headers["Retry-After"] == "1"
-            with pytest.raises(anthropic.NotFoundError, match="served: tiny") as raised:
+            with pytest.raises(anthropic.NotFoundError, match="served models: tiny") as raised:
                 await client.messages.create(**(ASK | {"model": "claude"}))
             assert raised.value.body["error"]["type"] == "not_found_error"
             assert raised.value.request_id == raised.value.body["request_id"]

@@ -298,7 +298,7 @@ def test_full_queue_is_found(environments: None, run_dir: Path, capsys: pytest.C
         generating = asyncio.create_task(
             in_phase("generate", step(threads, "blocked"), step(threads, "blocked", "b_0"))
         )
-        full = {("sample a_0", "step of environment 'blocked'"), ("sample b_0", "a free one")}
+        full = {("sample a_0", "step of environment 'blocked'"), ("sample b_0", "a free thread")}
         async with asyncio.timeout(20):
             while not full <= {
                 (wait.who, wait.what) for wait in read_records(run_dir / "waits")[0].waits if not wait.ended
@@ -314,7 +314,7 @@ def test_full_queue_is_found(environments: None, run_dir: Path, capsys: pytest.C
     assert first.startswith("1. sample a_0 (pid")
     assert "does not finish step of environment 'blocked'" in first
     queue = "the threads of environments (environment.skyrl_gym.max_env_workers)"
-    assert f"sample b_0: a free one, waiting for {queue}" in text
+    assert f"sample b_0: a free thread, waiting for {queue}" in text
 
 
 # ---- engines

@@ -127,7 +127,7 @@ async def test_sandboxed_programs_become_trajectories_with_named_failures(charac
 
     messages = {name: each.failure.message for name, each in found.items() if each.failure is not None}
     assert found["crashes"].reward == 1.0, "graded: an exit status must not take a bad grade out of the baseline"
-    assert messages["hangs"].startswith("harness hung: it was ended after generator.harness.deadline_seconds=3")
+    assert messages["hangs"].startswith("harness hung: it was terminated after generator.harness.deadline_seconds=3")
     assert messages["silent"].startswith("harness no_answer: it made no request that the endpoint accepted")
     assert "401" in messages["wrong key"] and "harness no_answer" in messages["wrong key"]
     assert "no-such-program" in messages["no program"]

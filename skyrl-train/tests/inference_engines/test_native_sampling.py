@@ -159,7 +159,7 @@ def test_greedy_selects_allowed_argmax_and_reports_raw_log_prob():
         ({"max_tokens": 2.5}, "max_tokens must be an integer"),
         ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"stop": ["a", ""]}, "stop must be without empty strings"),
+        ({"stop": ["a", ""]}, "stop must be .* without empty strings"),
         ({"stop": 3}, "stop must be a string or a list of strings"),
         ({"logprobs": 21}, "logprobs must be 0"),
         ({"ignore_eos": 1}, "ignore_eos"),

@@ -134,7 +134,7 @@ def test_misplaced_routes_change_scores(ragged: Any, make_batch: Any, packing: b
     "change, message",
     [
         (lambda routes: routes[:, :, :1], "must have 2 layers and 2 experts"),
-        (lambda routes: routes.to(torch.int16), "of torch.uint8"),
+        (lambda routes: routes.to(torch.int16), "dtype torch.uint8"),
         (lambda routes: routes + 8, "must be from 0 to 7; got"),
     ],
 )

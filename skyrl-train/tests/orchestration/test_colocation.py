@@ -88,7 +88,7 @@ def test_device_state_rejects_invalid_combinations(engines, worker):
     if (engines, worker) in {(state.engines, state.worker) for state in STATES.values()}:
         assert DeviceState(engines, worker) in ALL_SHARE
     else:
-        with pytest.raises(ValueError, match="no room"):
+        with pytest.raises(ValueError, match="no memory for"):
             DeviceState(engines, worker)
 
 

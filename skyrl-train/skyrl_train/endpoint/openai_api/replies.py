@@ -154,7 +154,7 @@ class ChatReply(Reply):
         reason = "tool_calls" if calls and answer.stop_reason == "stop" else answer.stop_reason
         return Written(content, tuple(calls), reason)
 
-    def whole(self, answers: Sequence[GeneratedChoice]) -> Payload:
+    def build(self, answers: Sequence[GeneratedChoice]) -> Payload:
         ids = {"prompt_token_ids": self.prompts[0].ids} if self.request.return_token_ids else {}
         return super().build(answers) | ids
 
