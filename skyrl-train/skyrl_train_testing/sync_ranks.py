@@ -8,14 +8,13 @@
 For tests and benchmarks of weight sync. Each rank is a process, and so is each engine.
 """
 
-import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -23,6 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from skyrl_train.distributed.process_group import build_mesh, find_free_port, init_process_group
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.errors import WeightSyncError
+from skyrl_train.inference_engines.loop_thread import LoopThread
 from skyrl_train.orchestration.process_ranks import ProcessRanks
 from skyrl_train.weight_sync.base import WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
@@ -32,6 +32,7 @@ from skyrl_train.weight_sync.sender import SyncResult, WeightSender
 from skyrl_train_testing.weight_holders import CPU, HolderInfo, HolderProcesses, WeightHolder
 from skyrl_train_testing.weight_sources import TensorSource
 
+T = TypeVar("T")
 Shapes = list[tuple[str, tuple[int, ...]]]
 
 
@@ -125,14 +126,16 @@ class SyncRanks:
         args = (shapes, most, deadline_seconds)
         self.ranks = ProcessRanks("policy", SyncRank, args, num_ranks=num_ranks, log_folder=log_folder)
         self.engines.wait_for_start()
+        self._loop = LoopThread("weight-sync")  # locks belong to one event loop
         port = find_free_port()
-        self._run(self._call([("join", (rank, num_ranks, port)) for rank in range(num_ranks)]))
+        self.run(self._call([("join", (rank, num_ranks, port)) for rank in range(num_ranks)]))
         self._sender: WeightSender | None = None
 
     def __enter__(self) -> "SyncRanks":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._loop.stop()
         self.ranks.kill()
         self.engines.__exit__(None, None, None)
 
@@ -158,15 +161,15 @@ class SyncRanks:
             timeout_seconds=self._deadline_seconds,
         )
         self._sender = WeightSender(self, self.engines.engines, infos)
-        self._run(self._sender.connect())
+        self.run(self._sender.connect())
 
     def load(self, version: int, most_delay: float = 0.0) -> None:
         """See `SyncRank.load`."""
-        self._run(self.call_all(SyncRank.load, version, most_delay))
+        self.run(self.call_all(SyncRank.load, version, most_delay))
 
     def send(self, version: int) -> SyncResult:
         """Send the loaded weights."""
-        return self._run(self.start_send(version))
+        return self.run(self.start_send(version))
 
     async def start_send(self, version: int) -> SyncResult:
         assert self._sender is not None
@@ -191,5 +194,6 @@ class SyncRanks:
         answers = await self.ranks.call([[call] for call in calls], deadline, "the kit's deadline")
         return [answer for [answer] in answers]
 
-    def _run(self, call: Any) -> Any:
-        return asyncio.run(call)
+    def run(self, call: Coroutine[None, None, T]) -> T:
+        """Run a coroutine in the event loop of the sender."""
+        return self._loop.call_from_thread(call)

@@ -154,7 +154,7 @@ def test_agent_trains_asynchronously(trained: Run, tmp_path: Path):
     "changes, text",
     [
         ({"generator": {"max_turns": 3}}, "generator.max_turns=3"),
-        ({"trainer": {"algorithm": {"advantage_estimator": "reinforce++"}}}, "step_wise_trajectories"),
+        ({"trainer": {"algorithm": {"advantage_estimator": "reinforce++"}}}, "advantage_estimator=reinforce"),
         ({"generator": {"task": "no_such_file.yaml"}}, "No such file or directory: 'no_such_file.yaml'"),
         ({"generator": {"eval_n_samples_per_prompt": 2, "eval_sampling_params": {"temperature": 1.0}}}, "is 1"),
         ({"generator": {"sampling_params": {"temperature": 0.5}}}, "must be what the task file"),

@@ -87,5 +87,5 @@ def test_crashed_rank_ends_call_and_is_named(policy):
 
     began = time.monotonic()
     with pytest.raises(WorkerError, match=r"policy worker 3 .*signal 9|Connection closed by peer"):
-        asyncio.run(kill_in_mid_send())
+        policy.run(kill_in_mid_send())
     assert time.monotonic() - began < 15
