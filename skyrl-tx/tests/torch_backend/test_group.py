@@ -253,7 +253,9 @@ def test_crashed_process_is_named_and_ends_others(model_folder: Make, supervised
     folder = model_folder("qwen3_moe")
     group, _, ranks = start(ProcessRanks, folder, tmp_path, gradient_checkpointing=True)
     for rank in range(2):
-        (held,) = re.findall(r"holds ([\d,]+) of ([\d,]+) numbers", (tmp_path / f"training_{rank}.log").read_text())
+        (held,) = re.findall(
+            r"holds ([\d,]+) of ([\d,]+) model parameters", (tmp_path / f"training_{rank}.log").read_text()
+        )
         part, whole = (int(number.replace(",", "")) for number in held)
         assert part < 0.7 * whole
     ours = [psutil.Process(pid) for pid in ranks.pids()]
