@@ -52,8 +52,10 @@ def trained_config(script: Path, scratch: Path, **variables: str) -> Any:
     """Return the settings of a script's training run, on GPUs unless it names a CPU or is for tiny models."""
     variables = {"NUM_GPUS": "8", **variables}
     text = script.read_text()
-    # Those two ask for it.
-    is_tiny = "{MODEL:?" in text or any(name in text for name in ("/run_arithmetic.sh", "/run_shell_agent.sh"))
+    # Scripts that require a model, and those that call one that does.
+    is_tiny = "{MODEL:?" in text or any(
+        name in f"{script} {text}" for name in ("/run_arithmetic.sh", "/run_shell_agent.sh", "/run_evaluation.sh")
+    )
     if is_tiny:
         variables |= {"MODEL": "Qwen/Qwen2.5-0.5B-Instruct", "PROGRAM": "program.py"}
     for command in commands_of(script, scratch, **variables):
