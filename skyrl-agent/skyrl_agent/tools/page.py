@@ -12,8 +12,8 @@ class Page(BaseTool):
     name = "page"
 
     async def open(self, context: ToolContext) -> None:
-        if not hasattr(context.runtime, "outline"):
-            raise ConfigError("tool page: no browser; dispatcher.type must be async_fix_pool")
+        if not hasattr(context.runtime, "click"):
+            raise ConfigError("tool page: the runtime is not a browser; dispatcher.type must be async_fix_pool")
 
     async def run(
         self,

@@ -60,7 +60,7 @@ async def test_setup_failure_is_not_agent_failure(play):
             {"query": "x", "check": {"language": "c++", "code": ""}},
             r"language must be one of bash, python; got 'c\+\+'",
         ),
-        ({"query": "x", "check": "y", "files": [1]}, "files must map paths to texts"),
+        ({"query": "x", "check": "y", "files": [1]}, "files must map"),
     ],
 )
 def test_invalid_rows_are_rejected(row, message):

@@ -45,7 +45,7 @@ def test_validate_names_bad_rows_and_exits_with_one(validate):
     assert status == 1
     lines = [re.split(r"  +", line.strip(), maxsplit=1) for line in said.splitlines()[1:-1]]
     problems = {name: problem for name, problem in lines}
-    assert problems.pop("row 7").startswith("LocalSWETask, row no files: files must map paths to texts")
+    assert problems.pop("row 7").startswith("LocalSWETask, row no files: files must map")
     assert problems == {
         "nothing to do": "the original already passes",
         "wrong solution": "its reference solution fails: resolved 0, tests_passed 0, timed_out 0",

@@ -30,7 +30,7 @@ LONG_QUESTION = [{"role": "user", "content": "1" + "+1" * 60}]
             "prompt",
             QUESTION,
             "environment.env_class=arithmetik",
-            "ConfigError: environment.env_class: no environment 'arithmetik' is registered; did you mean arithmetic?",
+            "ConfigError: environment.env_class: environment 'arithmetik' is not registered; did you mean arithmetic?",
         ),
         pytest.param(
             "question",

@@ -116,7 +116,7 @@ ROWS = [
     Row(
         f"{HARNESS}.sandbox",
         "local",
-        built(lambda generator: generator._harness("").base_url("http://127.0.0.1:1/s/name/v1")),
+        built(lambda generator: generator._harness("").get_base_url("http://127.0.0.1:1/s/name/v1")),
         COMMAND,
     ),
     Row(f"{HARNESS}.image", "an/image", sandboxed, COMMAND | {f"{HARNESS}.sandbox": "podman"}),
@@ -131,7 +131,7 @@ ROWS = [
     Row(
         f"{HARNESS}.memory_gb",
         3.0,
-        built(lambda generator: generator._harness("").sandbox().limits.memory_bytes),
+        built(lambda generator: generator._harness("").create_sandbox().limits.memory_bytes),
         FUNCTION,
     ),
     Row(f"{HARNESS}.sampling", "harness", outcome, FUNCTION),

@@ -100,7 +100,7 @@ def last_micro_batch_only(patch: pytest.MonkeyPatch) -> None:
             pipeline.model.zero_grad_buffer()
         return right(pipeline, *args, **options)
 
-    patch.setattr(Pipeline, "_loss", loss)
+    patch.setattr(Pipeline, "_compute_loss", loss)
 
 
 def doubled_scale(patch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def shards_of_one_rank_in_the_norm(*args: Any) -> Any:
     [
         (unreduced_gradients_of_norms, {"tensor_model_parallel_size": 2}, r"deterministic: (.|\n)*agreement: "),
         (shards_of_one_rank_in_the_norm, {"tensor_model_parallel_size": 2}, "after three steps"),
-        (lost_tied_head, {"pipeline_model_parallel_size": 2}, "log-probs differ from those of transformers"),
+        (lost_tied_head, {"pipeline_model_parallel_size": 2}, "log-probs differ from transformers"),
         (dropped_rank, {}, "model"),
     ],
 )

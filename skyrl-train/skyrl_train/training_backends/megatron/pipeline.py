@@ -99,7 +99,7 @@ class Pipeline:
         kind = route_dtype(self.routers.shape.num_experts)
         layouts, passes = zip(*recorded, strict=True)
         return [
-            layout.put(routes.to(self.device), micro.tensor("sequences").shape[1], no_route(kind)).to(kind)
+            layout.scatter_to_batch(routes.to(self.device), micro.tensor("sequences").shape[1], no_route(kind)).to(kind)
             for layout, routes, (micro, _) in zip(layouts, gather_routes(passes), parts, strict=True)
         ]
 

@@ -82,7 +82,7 @@ class Samplers:
         """Describe a sampler. Raises: RequestError 404."""
         row = await self._store.read(lambda database: database.get(SamplerRow, sampler_id))
         if row is None or row.tenant != tenant:
-            raise RequestError(f"no sampler {sampler_id[:200]!r}", 404)
+            raise RequestError(f"sampler {sampler_id[:200]!r} does not exist", 404)
         return {"sampler_id": sampler_id, "base_model": row.base_model, "model_path": row.model_path}
 
     async def _create_sampler(
