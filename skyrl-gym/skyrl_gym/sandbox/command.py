@@ -217,7 +217,10 @@ class Command:
                     self._kill(over)
             except Exception as error:  # whatever it is: nothing unwatched may run on, and the monitor must
                 self._failure = InfraError(f"the limits of a sandboxed command could not be checked: {error!r}")
-                self._process.kill()
+                try:
+                    self._containment.kill(self._process)
+                except Exception:
+                    self._process.kill()
 
     def _limit_passed(self) -> Outcome | None:
         if time.monotonic() >= self.deadline:

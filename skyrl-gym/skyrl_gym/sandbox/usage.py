@@ -52,11 +52,16 @@ class ProcFolder:
             return file.read()
         return ""
 
-    def has_executable(self, process: str) -> bool:
-        """Whether the process runs a program; False for kernel threads, zombies and processes that are gone."""
-        with suppress(OSError):
-            return bool(os.readlink(f"{process}/exe", dir_fd=self.descriptor))
-        return False
+    def descendants(self, ancestor: int) -> list[str]:
+        """Return the children of a process, their children and so on."""
+        children: dict[str, list[str]] = {}
+        for process in self.processes():
+            if fields := self.text(f"{process}/stat").rpartition(")")[2].split():
+                children.setdefault(fields[1], []).append(process)
+        found = [*children.pop(str(ancestor), ())]
+        for process in found:  # grows meanwhile
+            found += children.pop(process, ())
+        return found
 
     def _resident(self, process: str) -> int:
         fields = self.text(f"{process}/statm").split()
