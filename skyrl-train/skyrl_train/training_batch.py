@@ -65,7 +65,8 @@ class TensorBatch(dict[str, torch.Tensor | None]):
     def device(self) -> torch.device | None:
         return next((value.device for value in self.values() if value is not None), None)
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return a batch of `function` of every tensor."""
         mapped = {key: None if value is None else function(value) for key, value in self.items()}
         return type(self)(mapped, metadata=dict(self.metadata))
 
@@ -101,18 +102,18 @@ class TensorBatch(dict[str, torch.Tensor | None]):
 
     def repeat(self, times: int) -> Self:
         """Repeat the whole batch `times` times: rows 0 1 0 1."""
-        return self._map(lambda tensor: tensor.repeat(times, *[1] * (tensor.dim() - 1)))
+        return self.map(lambda tensor: tensor.repeat(times, *[1] * (tensor.dim() - 1)))
 
     def repeat_interleave(self, times: int) -> Self:
         """Repeat every row `times` times: rows 0 0 1 1."""
-        return self._map(lambda tensor: tensor.repeat_interleave(times, dim=0))
+        return self.map(lambda tensor: tensor.repeat_interleave(times, dim=0))
 
     def slice(self, start: int | None, end: int | None, step: int = 1) -> Self:
-        return self._map(lambda tensor: tensor[start:end:step])
+        return self.map(lambda tensor: tensor[start:end:step])
 
     def rows(self, indices: torch.Tensor) -> Self:
         """Return the rows at `indices` [N], in that order."""
-        return self._map(lambda tensor: tensor[indices])
+        return self.map(lambda tensor: tensor[indices])
 
     def chunk(self, chunk_size: int) -> list[Self]:
         """Split into consecutive batches of `chunk_size` rows; the last may be smaller."""

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from skyrl_train.distributed.ulysses import SequenceParallel
+from skyrl_train.utils.device_copies import copy_fields_to_device, copy_to_device
 
 _SHORTEST_PREFIX = 16
 """Minimum length of a shared prefix: the first tokens of a chat template are not worth an attention call."""
@@ -184,6 +185,10 @@ class Layout:
             return None
         # Slices are equal and consecutive, so an index divided by their length is the rank that holds it.
         return (self.predictors // self.input_ids.numel() == ranks.rank).nonzero()[:, 0]
+
+    def to(self, device: torch.device) -> "Layout":
+        """Return the layout with its tensors on a device."""
+        return self if self.input_ids.device == device else copy_fields_to_device(self, device)
 
     def build_inputs(self) -> dict[str, Any]:
         """Return the arguments of a transformers model."""
@@ -528,5 +533,5 @@ def from_batch(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 def _compute_slots(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return the index of each token in [G L], for rows of these lengths."""
-    places = torch.arange(max(lengths))
-    return (places < torch.tensor(lengths)[:, None]).flatten().nonzero()[:, 0].to(device)
+    is_token = np.arange(max(lengths)) < np.array(lengths)[:, None]
+    return copy_to_device(torch.from_numpy(np.flatnonzero(is_token)), device)

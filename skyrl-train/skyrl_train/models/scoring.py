@@ -104,6 +104,7 @@ class ScoringModel(nn.Module):
         candidates: torch.Tensor | None = None,
         num_top: int = 0,
         kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+        layout: Layout | None = None,
     ) -> TokenScores:
         """Compute the log-probs of the response tokens under softmax(logits / temperature), and its entropy.
 
@@ -116,10 +117,11 @@ class ScoringModel(nn.Module):
             num_top: number of most likely tokens to return for each response token.
             kept: counts [B, R] and ids [B, M] of the tokens that each response token was sampled from
                 (`kept_tokens.py`): log-probs and entropy are over these. None: over the vocabulary.
+            layout: `build_layout` of the batch, on the model's device; None: built here, which reads values of the
+                mask.
         """
-        layout = build_layout(
-            sequences, attention_mask, num_response, self.packing, self.sequence_parallel, self.share_prefixes
-        )
+        if layout is None:
+            layout = self.build_layout(sequences, attention_mask, num_response)
         routing = self._build_routing_pass(layout, routes, record_routes)
         # Padding is routed as well: without the mask its tokens would count as load.
         with self.routers.collect(layout.real, routing) as heard:
@@ -148,6 +150,12 @@ class ScoringModel(nn.Module):
             self._collect_routes(layout, routing, sequences.shape[1]) if record_routes else None,
             None if of_candidates is None else layout.scatter_scored(of_candidates),
             None if top is None else (layout.scatter_scored(top[0]), layout.scatter_scored(top[1])),
+        )
+
+    def build_layout(self, sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> Layout:
+        """Build the layout of a batch for this model, on the batch's device."""
+        return build_layout(
+            sequences, attention_mask, num_response, self.packing, self.sequence_parallel, self.share_prefixes
         )
 
     def _build_routing_pass(self, layout: Layout, routes: torch.Tensor | None, record: bool) -> RoutingPass | None:

@@ -15,6 +15,7 @@ from skyrl_train.distributed.ulysses import SequenceParallel
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_backbone
 from skyrl_train.models.linear_attention import has_delta_nets
+from skyrl_train.models.packing import Layout
 from skyrl_train.models.scoring import build_layout, compute_hidden_states, set_attention
 
 
@@ -70,19 +71,33 @@ class ValueModel(nn.Module):
         """Value head."""
         return getattr(self, self.head_name)
 
-    def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> torch.Tensor:
+    def build_layout(self, sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> Layout:
+        """Build the layout of a batch for this model, on the batch's device."""
+        return build_layout(
+            sequences, attention_mask, num_response, self.packing, self.sequence_parallel, self.share_prefixes
+        )
+
+    def forward(
+        self,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor,
+        num_response: int,
+        *,
+        layout: Layout | None = None,
+    ) -> torch.Tensor:
         """Compute the value of the state before each response token, from the hidden state that predicts the token.
 
         Args:
             sequences, attention_mask: [B, T]; prompts padded on the left, responses (the last `num_response` columns)
                 on the right. Values at padding are ignored.
+            layout: `build_layout` of the batch, on the model's device; None: built here, which reads values of the
+                mask.
 
         Returns:
             values [B, R] float32, 0 at padding and at a token without a predecessor.
         """
-        layout = build_layout(
-            sequences, attention_mask, num_response, self.packing, self.sequence_parallel, self.share_prefixes
-        )
+        if layout is None:
+            layout = self.build_layout(sequences, attention_mask, num_response)
         hidden, _ = layout.select_scored(compute_hidden_states(self.backbone, layout))
         values = hidden.float() @ self.head.weight[0].float()
         return layout.scatter_scored(values)

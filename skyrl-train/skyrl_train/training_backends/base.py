@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from skyrl_train.models.experts import RouterStatistics
 from skyrl_train.training_backends.checkpoint import BackgroundWrite, StateFiles, WrittenFiles, write_state
 from skyrl_train.training_backends.optimizer import LearningRateSchedule
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
+from skyrl_train.utils.device_copies import copy_to_device
 from skyrl_train.utils.storage import Place
 
 if TYPE_CHECKING:  # the driver uses only this interface, without a model
@@ -33,6 +35,9 @@ MetricSums = dict[str, float]
 """Metrics of a part of a mini-batch. `loss/<name>` are parts of the loss (already weighted), `token/<name>` are sums
 over the tokens of the loss mask, `num_tokens` is the number of these tokens; all three add up over parts. `max/<name>`
 are maxima."""
+
+MetricScalars = dict[str, torch.Tensor]
+"""`MetricSums` as scalars on the device: reading a value waits for the kernels that compute it."""
 
 _WEIGHTS = ("loss_mask", "loss_weights", "critic_loss_weights")
 
@@ -100,7 +105,7 @@ class Objective(Protocol):
 
     needs_entropy: bool
 
-    def __call__(self, scores: Scores, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, MetricSums]:
+    def __call__(self, scores: Scores, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, MetricScalars]:
         """Compute the micro-batch's part of the mini-batch loss, a scalar, and of its metrics.
 
         Args:
@@ -316,12 +321,9 @@ class TrainingBackend(ABC):
     def forward(self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Score all rows without gradients. Returns: `Scores.output` [B, R] on the CPU; 0 in rows that only dummy
         micro-batches contain."""
-        outputs = torch.zeros(len(batch), batch.metadata["response_length"])
         parts = (batch.rows(torch.tensor(each.rows)) for each in micro_batches)
-        for micro_batch, scores in zip(micro_batches, self.score_each(parts), strict=True):
-            if not micro_batch.is_dummy:
-                outputs[torch.tensor(micro_batch.rows)] = scores.output.cpu()
-        return outputs
+        outputs = [scores.output for scores in self.score_each(parts)]
+        return _collect_rows((len(batch), batch.metadata["response_length"]), micro_batches, outputs)
 
     @torch.no_grad()
     def forward_recording_routes(
@@ -353,9 +355,9 @@ class TrainingBackend(ABC):
             batch: rows of this data-parallel rank. R is metadata `response_length`.
             micro_batches: rows of it; the same number on every rank.
         """
-        sums: list[MetricSums] = []
-        outputs = torch.zeros(len(batch), batch.metadata["response_length"])
-        entropies = torch.zeros_like(outputs) if objective.needs_entropy else None
+        sums: list[MetricScalars] = []
+        outputs: list[torch.Tensor] = []
+        entropies: list[torch.Tensor] = []
         router: RouterStatistics | None = None
         for micro_batch in micro_batches:
             rows = torch.tensor(micro_batch.rows)
@@ -363,18 +365,23 @@ class TrainingBackend(ABC):
             if micro_batch.is_dummy:
                 micro = build_dummy(micro)
             scores = self.score(micro, with_entropy=objective.needs_entropy)
-            loss, own = objective(scores, micro.to(self.device))
+            loss, own = objective(scores, micro.map(partial(copy_to_device, device=self.device)))
             self.backward(loss)
             sums.append(own)
-            if not micro_batch.is_dummy:
-                outputs[rows] = scores.output.detach().cpu()
-                # Moved to the CPU at once: the device holds no [B, R] in addition to the activations.
-                if entropies is not None and scores.entropy is not None:
-                    entropies[rows] = scores.entropy.detach().cpu()
+            outputs.append(scores.output.detach())
+            if scores.entropy is not None:
+                entropies.append(scores.entropy.detach())
             if scores.router is not None:
                 counted = scores.router.build_zeros() if micro_batch.is_dummy else scores.router
                 router = counted if router is None else router + counted
-        return Gradient(merge_metric_sums(sums), outputs, router, entropies)
+        # Results are read at the end: until then the host queues kernels without waiting for the device.
+        shape = (len(batch), batch.metadata["response_length"])
+        return Gradient(
+            merge_metric_sums(read_scalars(sums)),
+            _collect_rows(shape, micro_batches, outputs),
+            router,
+            _collect_rows(shape, micro_batches, entropies) if objective.needs_entropy else None,
+        )
 
 
 MakeBackend = Callable[[SkyRLConfig, ModelName, int | None], TrainingBackend]
@@ -402,6 +409,25 @@ def build_dummy(micro: TrainingInputBatch) -> TrainingInputBatch:
     """Return a dummy micro-batch: the same rows, with no tokens counted in loss or metrics."""
     zeros = {name: torch.zeros_like(micro.tensor(name)) for name in _WEIGHTS if micro.get(name) is not None}
     return TrainingInputBatch({**micro, **zeros}, metadata=micro.metadata)
+
+
+def _collect_rows(
+    shape: tuple[int, int], micro_batches: Sequence[MicroBatch], parts: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Copy the rows of micro-batches, each [b, R], to [B, R] on the CPU; 0 in rows that only dummies contain."""
+    whole = torch.zeros(shape)
+    for micro_batch, part in zip(micro_batches, parts, strict=True):
+        if not micro_batch.is_dummy:
+            whole[torch.tensor(micro_batch.rows)] = part.cpu()
+    return whole
+
+
+def read_scalars(parts: Sequence[MetricScalars]) -> list[MetricSums]:
+    """Read the values of micro-batches' metrics, in one transfer. float64 holds each exactly."""
+    if not parts:
+        return []
+    values = iter(torch.stack([value.double() for part in parts for value in part.values()]).tolist())
+    return [dict(zip(part, values, strict=False)) for part in parts]
 
 
 def merge_metric_sums(parts: Iterable[MetricSums]) -> MetricSums:

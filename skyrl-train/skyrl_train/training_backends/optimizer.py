@@ -61,6 +61,11 @@ def build_adamw(
     )
 
 
+def get_step_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.device:
+    """Return the device where torch's AdamW needs the step count of a parameter."""
+    return parameter.device if optimizer.defaults["fused"] else torch.device("cpu")
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of every group of parameters."""
     for group in optimizer.param_groups:

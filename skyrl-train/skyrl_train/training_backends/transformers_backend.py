@@ -10,12 +10,14 @@ from transformers import PreTrainedModel
 from skyrl_train.config import RefConfig
 from skyrl_train.models.build import build_model, gather_parameters, get_transformer
 from skyrl_train.models.lora import has_weight_based_init
+from skyrl_train.models.packing import Layout
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.scoring_check import check_scoring
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.models.weight_files import WeightFiles, fill_buffers, load_values_in_forward, open_on_all_ranks
 from skyrl_train.training_backends.base import Scores, TrainingBackend
 from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.utils.device_copies import copy_to_device
 
 
 class TransformersBackend(TrainingBackend):
@@ -87,20 +89,21 @@ class TransformersBackend(TrainingBackend):
         return self.model(*args, **kwargs)
 
     def score(self, micro_batch: TrainingInputBatch, *, with_entropy: bool = False) -> Scores:
-        inputs = self._build_inputs(micro_batch)
+        inputs, layout = self._build_inputs(micro_batch)
         if isinstance(self.model, ValueModel):
-            return Scores(self.compute(*inputs))
+            return Scores(self.compute(*inputs, layout=layout))
         routes = micro_batch.get("expert_routes")
         if routes is not None:
             assert self.model.routing_replay is not None, f"the {self.name} was loaded without routing replay"
             self.model.routing_replay.shape.check(routes)
-            routes = routes.to(self.device)
+            routes = copy_to_device(routes, self.device)
         words = micro_batch.get("teacher_ids")
-        candidates = None if words is None else words.to(self.device)
+        candidates = None if words is None else copy_to_device(words, self.device)
         counts, ids = micro_batch.get("kept_counts"), micro_batch.get("kept_ids")
         scores = self.compute(
             *inputs,
             self._temperature,
+            layout=layout,
             with_entropy=with_entropy,
             routes=routes,
             candidates=candidates,
@@ -110,18 +113,21 @@ class TransformersBackend(TrainingBackend):
         return Scores(scores.log_probs, scores.entropy, scores.router, candidates=scores.candidates)
 
     def score_top(self, micro_batch: TrainingInputBatch, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.compute(*self._build_inputs(micro_batch), self._temperature, num_top=num_top).top
+        inputs, layout = self._build_inputs(micro_batch)
+        return self.compute(*inputs, self._temperature, layout=layout, num_top=num_top).top
 
     def score_recording_routes(self, micro_batch: TrainingInputBatch) -> Scores:
-        scores = self.compute(*self._build_inputs(micro_batch), self._temperature, record_routes=True)
+        inputs, layout = self._build_inputs(micro_batch)
+        scores = self.compute(*inputs, self._temperature, layout=layout, record_routes=True)
         return Scores(scores.log_probs, routes=scores.routes)
 
-    def _build_inputs(self, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, torch.Tensor, int]:
-        return (
-            micro_batch.tensor("sequences").to(self.device),
-            micro_batch.tensor("attention_mask").to(self.device),
-            micro_batch.metadata["response_length"],
-        )
+    def _build_inputs(self, micro_batch: TrainingInputBatch) -> tuple[tuple[torch.Tensor, torch.Tensor, int], Layout]:
+        """Return the arguments of the root module, on the device."""
+        sequences, mask = micro_batch.tensor("sequences"), micro_batch.tensor("attention_mask")
+        num_response: int = micro_batch.metadata["response_length"]
+        # Built where the batch is, in host memory: its shapes depend on values, which a GPU would have to send back.
+        layout = self.model.build_layout(sequences, mask, num_response).to(self.device)
+        return (copy_to_device(sequences, self.device), copy_to_device(mask, self.device), num_response), layout
 
     @property
     def _temperature(self) -> float:

@@ -18,6 +18,7 @@ from skyrl_train.training_backends.deepspeed.partitions import (
     get_flat_weights,
     write_parameter,
 )
+from skyrl_train.training_backends.optimizer import get_step_device
 
 
 def gather_training_state(
@@ -64,5 +65,5 @@ def load_training_state(engine: Engine, model: ScoringModel | ValueModel, files:
 
 
 def _build_state(optimizer: torch.optim.Optimizer, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    place = flat.device if optimizer.defaults["fused"] else "cpu"  # where torch's AdamW needs it
-    return {"step": torch.zeros((), device=place), **{moment: torch.zeros_like(flat) for moment in MOMENTS}}
+    step = torch.zeros((), device=get_step_device(optimizer, flat))
+    return {"step": step, **{moment: torch.zeros_like(flat) for moment in MOMENTS}}

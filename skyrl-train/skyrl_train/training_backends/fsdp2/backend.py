@@ -51,7 +51,10 @@ class FSDP2Backend(TransformersBackend):
 
     def begin_optimizer(self) -> None:
         """Create an optimizer and learning-rate schedule."""
-        self.optimizer = build_adamw(self.model.parameters(), self.trained_settings.optimizer_config)
+        config, cpu_offload = self.trained_settings.optimizer_config, self.settings.fsdp_config.cpu_offload
+        # One kernel for all parameters of a GPU. On a CPU the bits of the plain operations are kept.
+        fused = self.device.type == "cuda" and not cpu_offload
+        self.optimizer = build_adamw(self.model.parameters(), config, fused=fused)
         self.begin_schedule()
 
     # ---- one step

@@ -9,6 +9,7 @@ from skyrl_train.models.build import iter_trained_parameters
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.training_backends.checkpoint import StateFiles
+from skyrl_train.training_backends.optimizer import get_step_device
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -33,7 +34,8 @@ def load_training_state(model: ScoringModel | ValueModel, optimizer: torch.optim
     for name, parameter in iter_trained_parameters(model):
         copy_into(parameter, files.read(name, parameter.shape))
         if f"{name}/step" in files:
-            state = {"step": files.read(f"{name}/step").clone()}
+            step = files.read(f"{name}/step")
+            state = {"step": step.to(get_step_device(optimizer, parameter), copy=True)}
             for moment in _MOMENTS:
                 state[moment] = torch.zeros_like(parameter)
                 copy_into(state[moment], files.read(f"{name}/{moment}", parameter.shape))

@@ -27,6 +27,7 @@ from skyrl_train.training_backends.base import (
     build_dummy,
     join_process_group,
     merge_metric_sums,
+    read_scalars,
 )
 from skyrl_train.training_backends.checkpoint import StateFiles
 from skyrl_train.training_backends.megatron.certificate import verify_model
@@ -230,8 +231,11 @@ class MegatronBackend(TrainingBackend):
             parts.append((build_dummy(micro), False) if each.is_dummy else (micro, True))
         found = self.pipeline.forward_backward(parts, self._temperature, objective, self.parallel.data_parallel_size)
         # Only the last stage has scores; it sends them to the others, since any rank of a replica may be asked.
-        scores = [(each.scores.output.cpu(), each.scores.entropy) for each in found]
-        sums, scored = from_last_stage((merge_metric_sums(each.sums for each in found), scores))
+        scores = [
+            (each.scores.output.cpu(), None if each.scores.entropy is None else each.scores.entropy.cpu())
+            for each in found
+        ]
+        sums, scored = from_last_stage((merge_metric_sums(read_scalars([each.sums for each in found])), scores))
         outputs = torch.zeros(len(batch), batch.metadata["response_length"])
         entropies = torch.zeros_like(outputs) if objective.needs_entropy else None
         for micro_batch, (output, entropy) in zip(micro_batches, scored, strict=True):

@@ -24,7 +24,7 @@ from torch import nn
 from skyrl_train.expert_routes import no_route, route_dtype
 from skyrl_train.models.packing import Layout, pack_rows
 from skyrl_train.models.routing_replay import RoutingPass
-from skyrl_train.training_backends.base import MetricSums, Objective, Scores
+from skyrl_train.training_backends.base import MetricScalars, Objective, Scores
 from skyrl_train.training_backends.megatron.groups import get_stage_group, select_rank_slice
 from skyrl_train.training_backends.megatron.layers import RowsInfo
 from skyrl_train.training_backends.megatron.model import HiddenStatesModel
@@ -41,7 +41,7 @@ class Scored:
     """Result of a micro-batch, on the last stage."""
 
     scores: Scores
-    sums: MetricSums
+    sums: MetricScalars
 
 
 class Pipeline:
@@ -157,12 +157,13 @@ class Pipeline:
 
     def _build_layout(self, micro: TrainingInputBatch) -> Layout:
         """Pack the rows, to a number of tokens that the tensor-parallel ranks divide."""
-        return pack_rows(
-            micro.tensor("sequences").to(self.device),
-            micro.tensor("attention_mask").to(self.device),
+        layout = pack_rows(
+            micro.tensor("sequences"),
+            micro.tensor("attention_mask"),
             micro.metadata["response_length"],
             multiple_of=self.config.tensor_model_parallel_size,
         )
+        return layout.to(self.device)
 
     def _get_replayed_routes(self, micro: TrainingInputBatch, layout: Layout) -> RoutingPass | None:
         """Return the replayed routes of a micro-batch for this rank's tokens, or None."""
@@ -196,7 +197,7 @@ class Pipeline:
         if objective is None or non_loss_data:
             return Scored(scores, {})
         loss, sums = objective(scores, micro.to(self.device))
-        entropy = None if scores.entropy is None else scores.entropy.detach().cpu()
+        entropy = None if scores.entropy is None else scores.entropy.detach()
         return loss * factor, Scored(Scores(scores.output.detach(), entropy), sums)
 
     def score(self, micro: TrainingInputBatch, temperature: float, *, with_entropy: bool) -> Scores:

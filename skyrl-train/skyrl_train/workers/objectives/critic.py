@@ -5,7 +5,7 @@ import torch
 from skyrl_train.algorithms.critic_loss import critic_loss
 from skyrl_train.algorithms.reduction import weighted_sum
 from skyrl_train.config import AlgorithmConfig
-from skyrl_train.training_backends.base import MetricSums, Scores
+from skyrl_train.training_backends.base import MetricScalars, Scores
 from skyrl_train.training_batch import TrainingInputBatch
 
 
@@ -21,7 +21,7 @@ class CriticObjective:
     def __init__(self, algorithm: AlgorithmConfig):
         self.algorithm = algorithm
 
-    def __call__(self, scores: Scores, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, MetricSums]:
+    def __call__(self, scores: Scores, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, MetricScalars]:
         """Compute the weighted sum of token losses, and metrics.
 
         Args:
@@ -36,7 +36,7 @@ class CriticObjective:
         old_values, returns = masked(micro_batch.tensor("values")), masked(micro_batch.tensor("returns"))
         per_token, metrics = critic_loss(values, old_values, returns, self.algorithm, mask)
         loss = weighted_sum(per_token, weights)
-        sums = {"loss/critic_loss": loss.item(), "num_tokens": float(mask.sum())}
+        sums = {"loss/critic_loss": loss.detach(), "num_tokens": mask.sum()}
         for name, value in {"values": values, **metrics}.items():
-            sums[f"token/{name}"] = float(weighted_sum(value.detach(), mask))
+            sums[f"token/{name}"] = weighted_sum(value.detach(), mask)
         return loss, sums

@@ -11,7 +11,7 @@ from skyrl_train.algorithms.reduction import weighted_sum
 from skyrl_train.config import AlgorithmConfig
 from skyrl_train.config.distillation import DistillationConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.training_backends.base import MetricSums, Scores
+from skyrl_train.training_backends.base import MetricScalars, Scores
 from skyrl_train.training_batch import TrainingInputBatch, shape_of
 
 
@@ -32,7 +32,7 @@ class PolicyObjective:
         self.loss_fn = loss_fn
         self.distillation = distillation
 
-    def __call__(self, scores: Scores, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, MetricSums]:
+    def __call__(self, scores: Scores, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, MetricScalars]:
         """Compute the weighted sum of token losses, and metrics.
 
         Args:
@@ -83,12 +83,12 @@ class PolicyObjective:
             parts["entropy_loss"] = -entropy * algorithm.entropy_loss_coef
         reduced = {name: weighted_sum(part, weights) for name, part in parts.items()}
         loss = torch.stack(list(reduced.values())).sum()
-        sums = {f"loss/{name}": value.item() for name, value in {**reduced, "final_loss": loss}.items()}
+        sums = {f"loss/{name}": value.detach() for name, value in {**reduced, "final_loss": loss}.items()}
         for name, value in {"policy_entropy": entropy, **loss_metrics}.items():
-            sums[f"token/{name}"] = float(weighted_sum(value.detach(), mask))
+            sums[f"token/{name}"] = weighted_sum(value.detach(), mask)
         deviation = (importance_ratio(log_probs.detach(), old_log_probs) - 1).abs()
-        sums["max/ratio_deviation"] = float(masked(deviation).max())
-        return loss, sums | {"num_tokens": float(mask.sum())}
+        sums["max/ratio_deviation"] = masked(deviation).max()
+        return loss, sums | {"num_tokens": mask.sum()}
 
 
 def _compute_divergence(
