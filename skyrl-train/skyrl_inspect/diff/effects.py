@@ -93,7 +93,8 @@ _EFFECTS = (
         trainer.max_tokens_per_microbatch trainer.use_sample_packing trainer.use_shared_prefixes
         trainer.logprobs_chunk_size trainer.flash_attn
         trainer.strategy trainer.sequence_parallel_backend trainer.gradient_checkpointing
-        trainer.gradient_checkpointing_use_reentrant trainer.placement. deepspeed_config.""",
+        trainer.gradient_checkpointing_use_reentrant trainer.compile_layers trainer.placement.
+        deepspeed_config.""",
         SCORES,
         UPDATE,
         WEIGHTS,

@@ -221,6 +221,10 @@ class TrainerConfig(BaseConfig):
     gradient_checkpointing_use_reentrant: bool = False
     """Use torch's older, reentrant implementation of gradient checkpointing."""
 
+    compile_layers: bool = False
+    """Compile the layers of transformers with torch.compile, except for attention: faster steps on a GPU, after a
+    minute of compiling. Requires `strategy=fsdp2`; not for mixtures of experts and linear attention."""
+
     disable_fast_tokenizer: bool = False
     """Use the tokenizer's Python implementation. An error where the installed transformers has none."""
 

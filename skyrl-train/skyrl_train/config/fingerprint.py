@@ -47,6 +47,7 @@ OPERATIONAL = (
     "trainer.micro_train_batch_size_per_gpu", "trainer.micro_forward_batch_size_per_gpu",
     "trainer.max_tokens_per_microbatch", "trainer.use_shared_prefixes", "trainer.logprobs_chunk_size",
     "trainer.gradient_checkpointing", "trainer.gradient_checkpointing_use_reentrant",
+    "trainer.compile_layers",
     "trainer.policy.fsdp_config.", "trainer.policy.sequence_parallel_size", "trainer.policy.use_torch_compile",
     "trainer.critic.fsdp_config.", "trainer.critic.sequence_parallel_size",
     "trainer.ref.fsdp_config.", "trainer.ref.sequence_parallel_size",

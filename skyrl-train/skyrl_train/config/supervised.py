@@ -121,7 +121,7 @@ _SHARED = (
     "use_sample_packing", "use_shared_prefixes", "logprobs_chunk_size", "sequence_parallel_backend",
     "eval_batch_size", "eval_before_train",
     "eval_interval", "bf16", "flash_attn", "gradient_checkpointing", "gradient_checkpointing_use_reentrant",
-    "use_expandable_segments", "enable_ray_gpu_monitor", "log_path", "tags",
+    "compile_layers", "use_expandable_segments", "enable_ray_gpu_monitor", "log_path", "tags",
     "project_name", "run_name", "run_dir", "logger", "ckpt_path", "ckpt_interval", "ckpt_async",
     "max_ckpts_to_keep", "resume_mode", "resume_path", "resume_allow_changes", "export_path",
     "hf_save_interval", "worker_timeout_seconds", "stop_timeout_seconds", "max_consecutive_skipped_updates",

@@ -52,6 +52,9 @@ class TrainingBackendTraits:
     sampling_masks: bool = False
     """Renormalizes log-probs over recorded tokens (`trainer.policy.sampling_mask_replay`)."""
 
+    compiled_layers: bool = False
+    """Trains models whose layers are compiled (`trainer.compile_layers`)."""
+
     candidates: bool = False
     """Scores tokens that were not sampled (`trainer.distillation.tokens=top_k` and `full`)."""
 

@@ -51,6 +51,7 @@ class AttentionRule(NamedTuple):
         return self.softcap is None and self.sinks is None
 
 
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: torch.Tensor,

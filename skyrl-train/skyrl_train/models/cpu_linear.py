@@ -23,6 +23,13 @@ def enable_onednn_linear(model: nn.Module) -> None:
             module.__class__ = OneDnnLinear
 
 
+def disable_onednn_linear(model: nn.Module) -> None:
+    """Undo `enable_onednn_linear`, for torch.compile, which cannot compile that operator."""
+    for module in model.modules():
+        if type(module) is OneDnnLinear:
+            module.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]  # its base
+
+
 class OneDnnLinear(nn.Linear):
     """y = x W^T + b."""
 

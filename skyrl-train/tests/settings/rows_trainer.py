@@ -364,6 +364,11 @@ ROWS: list[Row | OneChoice] = [
         quiet(transformer(lambda model: model.get_decoder().layers[0]._gradient_checkpointing_func.keywords)),
         {"trainer.gradient_checkpointing": True},
     ),
+    Row(
+        "trainer.compile_layers",
+        True,
+        quiet(transformer(lambda model: "forward" in vars(model.get_decoder().layers[0]))),
+    ),
     Row("trainer.run_dir", "{run}/../elsewhere", files),
     Row(
         "trainer.print_example_interval",

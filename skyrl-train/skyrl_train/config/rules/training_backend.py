@@ -31,6 +31,11 @@ def check_training_backend(config: SkyRLConfig) -> None:
     check_rule(traits.is_installed, f"{strategy} needs the package {traits.library}: {traits.install_hint}")
     _check_sections(config)
     traits.check_settings(config)
+    check_rule(
+        traits.compiled_layers or not trainer.compile_layers,
+        f"{strategy} does not support compiled layers: trainer.compile_layers=true must be false, or use "
+        "trainer.strategy=fsdp2",
+    )
     trained: dict[str, PolicyConfig | CriticConfig] = {"policy": trainer.policy}
     if trainer.critic.model.path is not None:
         trained["critic"] = trainer.critic

@@ -8,12 +8,14 @@ import torch
 from torch import nn
 
 from skyrl_train.distributed.process_group import build_mesh
+from skyrl_train.models.build import get_transformer
 from skyrl_train.models.weight_files import WeightFiles
 from skyrl_train.training_backends.base import Step
 from skyrl_train.training_backends.checkpoint import StateFiles
 from skyrl_train.training_backends.fsdp2.sharding import (
     cast_frozen_parameters,
     clip_grad_norm,
+    compile_layers,
     get_non_file_values,
     load_from_files,
     load_full_state,
@@ -42,6 +44,8 @@ class FSDP2Backend(TransformersBackend):
         values = self._get_initial_values(model, files)
         fsdp_config = self.settings.fsdp_config
         mesh = build_mesh(self.device, fsdp_config.fsdp_size)
+        if self.cfg.trainer.compile_layers:  # after the check of its scores, which may run on another device
+            compile_layers(get_transformer(model))
         shard_model(model, mesh, fsdp_config, bf16=self.cfg.trainer.bf16)
         self.model = model
         if files is not None or self.parallel.world_size > 1:

@@ -11,13 +11,23 @@ if TYPE_CHECKING:
 @register_training_backend(
     "fsdp",
     requires=TrainingBackendTraits(
-        alias_of="fsdp2", routing_replay=True, candidates=True, sampling_masks=True, memory_like="fsdp2"
+        alias_of="fsdp2",
+        routing_replay=True,
+        candidates=True,
+        sampling_masks=True,
+        compiled_layers=True,
+        memory_like="fsdp2",
     ),
 )
 @register_training_backend(
     "fsdp2",
     requires=TrainingBackendTraits(
-        section="fsdp_config", routing_replay=True, candidates=True, sampling_masks=True, memory_like="fsdp2"
+        section="fsdp_config",
+        routing_replay=True,
+        candidates=True,
+        sampling_masks=True,
+        compiled_layers=True,
+        memory_like="fsdp2",
     ),
 )
 def fsdp2(*args: Any) -> "FSDP2Backend":

@@ -13,11 +13,16 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from skyrl_train.config import FSDPConfig
 from skyrl_train.distributed.broadcast import broadcast_buffers
 from skyrl_train.distributed.sharded_tensor import copy_into, gather_full_tensor, get_row_range
+from skyrl_train.errors import ConfigError
 from skyrl_train.models.build import get_transformer
+from skyrl_train.models.cpu_linear import disable_onednn_linear
+from skyrl_train.models.experts import Routers
+from skyrl_train.models.linear_attention import has_delta_nets
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.models.weight_files import (
@@ -42,6 +47,23 @@ def cast_frozen_parameters(model: ScoringModel | ValueModel, *, is_trained: bool
     for name, parameter in get_transformer(model).named_parameters():
         if not (is_trained and parameter.requires_grad):
             parameter.data = parameter.data.to(planned(get_name_in_files(name)) or torch.bfloat16)
+
+
+def compile_layers(transformer: PreTrainedModel) -> None:
+    """Compile the forward of each layer of a transformers model, in place. Hooks of a layer (FSDP's, recomputation)
+    stay outside.
+
+    Raises:
+        ConfigError: shapes inside the layers depend on values.
+    """
+    kind = "a mixture of experts" if Routers(transformer) else has_delta_nets(transformer.config) and "linear attention"
+    if kind:
+        raise ConfigError(
+            f"trainer.compile_layers=true does not support {kind} ({transformer.config.model_type}): set it to false"
+        )
+    disable_onednn_linear(transformer)
+    for block in get_transformer_blocks(transformer):
+        block.forward = torch.compile(block.forward, dynamic=True)  # numbers of tokens differ between micro-batches
 
 
 def shard_model(
