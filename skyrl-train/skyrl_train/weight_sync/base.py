@@ -249,7 +249,8 @@ class WrittenBucket:
     """Request to the engines that read from this rank; None: the previous bucket was the last, or the ranks send staged
     buckets, which only rank 0 has."""
     fingerprints: dict[str, int] = field(default_factory=dict)
-    """Fingerprints of the previous bucket's tensors, or of all staged ones after the last bucket; on rank 0."""
+    """Fingerprints of tensors of earlier buckets that were computed since the last call, of all that remain after the
+    last bucket, and of staged ones only then; on rank 0."""
     write_seconds: float = 0.0
     fingerprint_seconds: float = 0.0
 

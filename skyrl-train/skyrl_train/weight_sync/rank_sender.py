@@ -2,7 +2,7 @@
 the engines that read from this rank. `sender.WeightSender` calls all ranks and the engines.
 
 While the engines read one bucket, the next is written: memory in addition to the models is one bucket being gathered,
-one being written, one being read.
+one whose fingerprints are computed, one being written, one being read.
 """
 
 from collections import deque
@@ -31,8 +31,7 @@ class RankSender:
         init_infos: connection of each engine (`skyrl_train.weight_sync.plan.init_infos_for`).
         rank: this rank, in the driver's numbering.
         device: device of the parameters.
-        max_bucket_bytes: limit of the memory of a sync. A bucket has at most a quarter of it: one is gathered, one
-            written, one read.
+        max_bucket_bytes: limit of the memory of a sync. A bucket has at most a quarter of it.
     """
 
     def __init__(
@@ -54,6 +53,8 @@ class RankSender:
         self._payloads: Iterator[Payload] = iter(())
         self._previous: tuple[Payload, WeightUpdateRequest] | None = None
         self._transmissions: deque[Future[None]] = deque()  # of the last two buckets
+        self._hashes: deque[Future[tuple[dict[str, int], float]]] = deque()  # fingerprints and their seconds
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weight-fingerprints")
         # One thread: a process group must send buckets in the order expected by the engines.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
         # Joining a group blocks until the engines join as well, which they do while this rank returns to the driver.
@@ -79,12 +80,10 @@ class RankSender:
         """See `WeightSource.write_bucket`."""
         if index == 0:
             self._payloads = self._begin(held_version)
-        began = perf_counter()
-        fingerprints = outcome_of(self._transmit_previous, version)
-        hashed_seconds = perf_counter() - began
+        failure = outcome_of(self._transmit_previous, version)
         payload = next(self._payloads, None)  # a collective, so before errors of this rank are raised
-        if isinstance(fingerprints, Exception):
-            raise fingerprints
+        if isinstance(failure, Exception):
+            raise failure
         began = perf_counter()
         request = None
         if payload is not None:
@@ -93,13 +92,15 @@ class RankSender:
             place = self._writer.result().write(payload, version, index)
             request = payload.request(version=version, index=index, **place)
             self._previous = payload, request
-        elif self._is_staged:
+        write_seconds = perf_counter() - began
+        fingerprints, fingerprint_seconds = self._take_fingerprints(all_of_them=payload is None)
+        if payload is None and self._is_staged:
             fingerprints = self._staged_fingerprints
         return WrittenBucket(
             request=request,
             fingerprints=fingerprints,
-            write_seconds=perf_counter() - began,
-            fingerprint_seconds=hashed_seconds,
+            write_seconds=write_seconds,
+            fingerprint_seconds=fingerprint_seconds,
         )
 
     def finish(self, version: int) -> None:
@@ -113,6 +114,7 @@ class RankSender:
         one is a member of a process group."""
         self._payloads, self._previous = iter(()), None
         self._transmissions.clear()
+        self._hashes.clear()
         if self._writer.done() and self._writer.exception() is None:
             self._writer.result().abort()
 
@@ -123,23 +125,40 @@ class RankSender:
         if self._stage is not None:
             self._stage.close()
         self._thread.shutdown(wait=False)
+        self._hashing.shutdown(wait=False)
 
     def _begin(self, held_version: int | None) -> Iterator[Payload]:
         self._previous = None
         self._transmissions.clear()
+        self._hashes.clear()
         if not self._is_staged:
             return payloads_of(self._parameters(), self._most_bytes)
         return iter(()) if self._stage is None else self._stage.payloads(held_version)
 
-    def _transmit_previous(self, version: int) -> dict[str, int]:
-        """Send the previous bucket, which the engines have been notified of, and release it. Returns its
-        fingerprints, on rank 0."""
+    def _transmit_previous(self, version: int) -> None:
+        """Send the previous bucket, which the engines have been notified of, and compute its fingerprints, on rank 0;
+        both in threads."""
         if self._previous is None:
-            return {}
+            return
         (payload, request), self._previous = self._previous, None
-        # Concurrently with the fingerprints: broadcasting is bound by the network, hashing by the processor.
         self._transmissions.append(self._thread.submit(self._writer.result().transmit, request))
-        return {} if self._rank else fingerprints_of(payload.bucket, version, self._verification)
+        if not self._rank:
+            self._hashes.append(self._hashing.submit(self._compute_fingerprints, payload, version))
+
+    def _compute_fingerprints(self, payload: Payload, version: int) -> tuple[dict[str, int], float]:
+        began = perf_counter()
+        return fingerprints_of(payload.bucket, version, self._verification), perf_counter() - began
+
+    def _take_fingerprints(self, *, all_of_them: bool) -> tuple[dict[str, int], float]:
+        """Return the fingerprints that are computed, and their seconds: all, or all but those of the last bucket, so
+        that no more than one bucket waits for its own."""
+        fingerprints: dict[str, int] = {}
+        seconds = 0.0
+        while len(self._hashes) > (0 if all_of_them else 1):
+            found, own_seconds = self._hashes.popleft().result()
+            fingerprints |= found
+            seconds += own_seconds
+        return fingerprints, seconds
 
 
 def _close_writer(writer: "Future[RankWriter]") -> None:

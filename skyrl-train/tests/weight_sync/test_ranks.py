@@ -14,7 +14,9 @@ import torch
 
 from skyrl_train.distributed.process_group import find_free_port
 from skyrl_train.errors import WeightSyncError, WorkerError
-from skyrl_train.weight_sync.base import WeightUpdateRequest
+from skyrl_train.weight_sync import rank_sender
+from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.fingerprint import fingerprints_of
 from skyrl_train.weight_sync.payload import NamedTensor
 from skyrl_train.weight_sync.plan import Route, init_infos_for
 from skyrl_train.weight_sync.sender import SyncResult, WeightSender
@@ -289,3 +291,25 @@ def test_stage_failure_ends_every_rank(policy, tmp_path):
     folder.unlink()
     sync.send(3)
     sync.check(3)
+
+
+def test_bucket_is_written_before_fingerprints_of_previous_bucket(monkeypatch: pytest.MonkeyPatch):
+    may_hash = threading.Event()
+
+    def hash_later(*args: Any) -> dict[str, int]:
+        assert may_hash.wait(60)
+        return fingerprints_of(*args)
+
+    monkeypatch.setattr(rank_sender, "fingerprints_of", hash_later)
+    source = TensorSource(max_bucket_bytes=64)  # buckets of 16 bytes
+    source.tensors = [(name, torch.full((4,), float(value))) for value, name in enumerate("abc")]
+    try:
+        source.connect_engines([WeightSyncInitInfo(transport="shared_memory")])
+        assert [source.write_bucket(1, index, None).fingerprints for index in (0, 1)] == [{}, {}]
+        may_hash.set()
+        of_first, of_others = (source.write_bucket(1, index, None).fingerprints for index in (2, 3))
+    finally:
+        may_hash.set()
+        source.close()
+    assert of_first | of_others == fingerprints_of(source.tensors, 1, "sampled")
+    assert list(of_first) == ["a"]
