@@ -44,6 +44,8 @@ if "HF_DATASETS_CACHE" not in os.environ:  # tokenized rows of tests; workers an
 BUDGETS = Path(__file__).parent / "tests" / "budgets.toml"
 NOT_DAILY = ("slow", "full", "gpu", "network")
 """Tests with these markers are not part of `make test`, and have no budget."""
+CASES_BEFORE = pytest.StashKey[Counter[str]]()
+"""Number of collected cases of each test with the marker `first_case`."""
 TABLE_SECONDS = 30.0
 """Runs that are shorter print no table, unless a budget is exceeded."""
 NUM_FILES, NUM_TESTS = 25, 15
@@ -224,6 +226,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             timeouts[item.path] = max(timeouts[item.path], *marker.args)
     order = {path: (-timeouts[path], not _starts_processes(path), -count, path) for path, count in num_tests.items()}
     items.sort(key=lambda item: order[item.path])
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("first_case"):
+        function = item.nodeid.partition("[")[0]
+        cases = item.session.stash.setdefault(CASES_BEFORE, Counter())
+        cases[function] += 1
+        if cases[function] > 1:
+            item.add_marker("slow")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -21,6 +21,7 @@ def uv() -> list[str]:
     pytest.skip("uv is not installed: pip install uv")
 
 
+@pytest.mark.first_case
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("folder", "command"),

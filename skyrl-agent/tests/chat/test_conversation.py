@@ -248,6 +248,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(steps, st.sampled_from([CHATML, FORGETFUL, FORGETS_AT_QUESTIONS]))
 @settings(deadline=None, max_examples=50)
 def test_conversation_ids_equal_rendered_template(script, template):

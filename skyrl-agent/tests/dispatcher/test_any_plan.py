@@ -3,6 +3,7 @@
 import asyncio
 import os
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,6 +39,7 @@ def sections(draw):
     return section(type_name, agents, judges, close_timeout_seconds=5.0, **stages)
 
 
+@pytest.mark.slow
 @settings(SOME, max_examples=60)
 @given(given=sections(), acts=st.lists(st.tuples(st.integers(0, 3), TRAJECTORY), min_size=1, max_size=12))
 def test_trajectories_end_once_closed_and_within_limits(given, acts):

@@ -125,6 +125,7 @@ def test_auto_sizing_finds_model_capacity():
     assert metrics[0]["dispatcher/seconds"] > metrics[1]["dispatcher/seconds"]
 
 
+@pytest.mark.slow
 def test_last_trajectories_start_together_when_long_ones_are_likely():
     """One in five takes ten times as long, and siblings tell little of which."""
     family = FAMILY["bimodal"]

@@ -102,6 +102,7 @@ def test_metrics_of_single_trajectory():
     assert metrics["dispatcher/generate/utilisation"] == 0.7
 
 
+@pytest.mark.slow
 def test_two_thousand_concurrent_trajectories_finish():
     world = World()
     trajectories = batch(world, 20, 100, initialize=[20.0], generate=[100.0], evaluate=[30.0])

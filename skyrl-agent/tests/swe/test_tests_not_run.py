@@ -94,6 +94,7 @@ SABOTAGE = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("test_cmd, script", every_third_daily(SABOTAGE))
 async def test_change_breaking_tests_is_agent_failure(play, test_cmd, script):
     cases = (

@@ -135,6 +135,7 @@ def whitened(values: Rows, mask: Rows) -> Rows:
     ]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_estimators_agree_with_plain_loops(name, case):

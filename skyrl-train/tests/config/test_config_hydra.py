@@ -63,6 +63,7 @@ def files_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_overrides_reach_interpolated_settings_without_writing_files(start, tmp_path):
     before = files_in(tmp_path)
     printed = start(

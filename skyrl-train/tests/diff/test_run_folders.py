@@ -27,6 +27,7 @@ from skyrl_train.utils.token_columns import encode_columns
 HOSTILE = "</li><script>alert(1)</script>\x1b[2J"
 
 
+@pytest.mark.slow
 def test_folder_compared_with_itself_is_bit_equal(base_run: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(base_run), str(base_run)]) == 0
     text = capsys.readouterr().out

@@ -199,6 +199,7 @@ def workers(tiny_model: str, group_of_one: None) -> Callable[[str], Worker]:
     return cache(partial(loaded, path=tiny_model))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", CASES)
 def test_optimizer_step_is_adamw_with_clipping_and_schedule(workers: Callable[[str], Worker], name: str) -> None:
     kind, changes = CASES[name]

@@ -1,6 +1,7 @@
 """An unmodified agent, its traffic recorded, and the training sample that comes of it."""
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -11,6 +12,7 @@ from .conftest import ANSWER, CALL, FAREWELL, client_of, run_agent, serving
 from .protocol_kit import recorded_output
 
 
+@pytest.mark.slow
 async def test_agent_conversation_becomes_single_sample_of_sampled_tokens(tool_engine, tool_model):
     recorder = RequestRecorder()
     async with serving(tool_engine, tool_model, recorder=recorder) as server, client_of(server) as client:

@@ -175,6 +175,7 @@ def test_thought_precedes_constrained_response(prompt, template, accepted, refus
 # The endpoint, by the official client
 
 
+@pytest.mark.slow
 async def test_official_client_parse_returns_objects(chat_client):
     """Whole and streamed; a random model needs many samples for answers that end in time."""
     complete = 0
@@ -211,6 +212,7 @@ def _format(model: type[BaseModel]) -> Any:
     }
 
 
+@pytest.mark.slow
 async def test_required_and_named_tool_choices_force_call(tool_engine, tool_model):
     """A model that has learned other things calls what it must, with arguments of the schema."""
     async with serving(tool_engine, tool_model) as server, client_of(server) as client:

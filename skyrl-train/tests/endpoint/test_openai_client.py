@@ -116,6 +116,7 @@ async def test_stop_text_ends_response_and_is_excluded(chat_client):
     assert (kept.text, kept.token_ids) == (plain.text[:13], choice.token_ids)
 
 
+@pytest.mark.slow
 async def test_response_without_max_tokens_may_fill_context(chat_client):
     answer = await chat_client.completions.create(
         model="tiny", prompt="abc", temperature=0, extra_body={"ignore_eos": True}

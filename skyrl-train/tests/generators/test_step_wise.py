@@ -135,6 +135,7 @@ def _conversations(say) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("vocabulary", ["characters", "Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B"])
 @pytest.mark.parametrize("name", _conversations(lambda *_, **__: None))
 async def test_joined_turns_equal_full_conversation(game, say, characters, qwen, vocabulary, name):

@@ -217,6 +217,7 @@ async def test_requests_aborted_by_pause_resume_bit_exactly(client):
     assert client.take_metrics()["engines/continued_requests"] == len(PROMPTS)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("continues", [True, False])
 async def test_interrupted_constrained_and_penalized_completions_resume(
     make_client: MakeClient, monkeypatch, continues: bool

@@ -65,6 +65,7 @@ def test_routes_match_trainer_for_any_batch_composition(tiny_models: Any, traine
         assert_routes(completion, prompt.tolist(), trainer)
 
 
+@pytest.mark.slow
 async def test_interrupted_completion_has_uninterrupted_routes(tiny_models: Any, trainer: ScoringModel):
     settings: dict[str, Any] = dict(max_tokens=120, temperature=1.0, seed=3, ignore_eos=True)
     async with engine_of(tiny_models("qwen3_moe"), return_expert_routes=True) as engine:

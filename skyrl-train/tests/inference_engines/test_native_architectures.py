@@ -57,6 +57,7 @@ def assert_scores(model: Any, requests: list[Request], completions: list[Complet
             assert completion.token_ids == logits[len(request.prompt) - 1 : -1].argmax(-1).tolist()
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", EACH)
 def test_engine_log_probs_equal_transformers(name, folder_of):
     model, core = reference(folder_of(name)), make_core(folder_of(name), max_num_seqs=6)
@@ -90,6 +91,7 @@ def test_engine_log_probs_equal_transformers(name, folder_of):
     assert_scores(model, requests, run(core, requests))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", EACH)
 def test_outputs_are_bit_exact_for_any_batch_composition(name, folder_of):
     """A row alone, beside others, and in parts of a long prompt; where the table says so, also interrupted."""

@@ -199,6 +199,7 @@ async def test_prompt_suffix_contradicting_constraint_is_rejected(engine):
         await ask(engine, [PROMPT], num_answer_tokens=99)
 
 
+@pytest.mark.slow
 async def test_speculation_keeps_constrained_completions_bit_exact(chat_model, engine):
     """Drafts within and against the schema, beside unconstrained rows."""
     fast = engine_of(chat_model, num_speculative_tokens=4)

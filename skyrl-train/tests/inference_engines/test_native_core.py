@@ -32,6 +32,7 @@ def each_architecture(*values: object) -> list[Any]:
 CPU = torch.device("cpu")
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", each_architecture())
 def test_greedy_completions_equal_transformers_generate(tiny_models, name):
     """Log-probs equal those of one plain forward pass over prompt and response, too."""
@@ -54,6 +55,7 @@ def packed(request, monkeypatch) -> bool:
     return request.param
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(("name", "packed"), [*each_architecture(False), ("qwen3", True)], indirect=["packed"])
 def test_request_is_bit_exact_alone_and_batched(tiny_models, name, packed):
     """Lengths from 1 to past the attention's chunks; half of the requests join later; they end at different times."""
@@ -95,6 +97,7 @@ def beginning_alike(beginnings: list[np.ndarray], count: int) -> list[np.ndarray
     ]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(("name", "drafts"), [*each_architecture(0), ("qwen3", 3)])
 def test_shared_prefix_keys_keep_outputs_bit_exact(tiny_models, name, drafts, lengths_shared):
     """Two groups and a row of its own, whose prompt is shorter than what the groups share."""
@@ -191,6 +194,7 @@ def test_samples_of_same_prompt_prefill_once(tiny_models):
     assert all(same_bits(done[request], expected) for request, expected in zip(requests, apart, strict=True))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", each_architecture())
 def test_prompt_scores_use_temperature_and_equal_decoding(tiny_models, name):
     """Scored beside others: the log-probs that were reported when the same tokens were drawn, and the likeliest."""

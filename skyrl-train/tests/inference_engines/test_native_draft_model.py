@@ -51,6 +51,7 @@ def shares(answers: list[Completion]) -> float:
     return accepted / drafted
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "qwen2_window"])
 def test_draft_model_keeps_completions_bit_exact(tiny_models, name):
     """Requests come and go beside each other, of other settings; more than may be drafted run at first."""
@@ -103,6 +104,7 @@ def test_ids_beyond_draft_vocabulary_do_not_end_completion(tiny_models, tmp_path
     assert sum(answer.drafts.num_drafted for answer in drafted if answer.drafts is not None) > 0
 
 
+@pytest.mark.slow
 def test_tokens_after_drafts_follow_model_distribution(tiny_models):
     """Chi-squared test of second tokens after one first token, against exact probabilities."""
     path = tiny_models("qwen3")

@@ -94,6 +94,7 @@ def load(core: NativeEngineCore, folder: str, name: str = "first", version: int 
     return lora
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "name, config",
     [
@@ -130,6 +131,7 @@ def test_log_probs_equal_peft(tiny_models, adapter, name, config):
         assert gap > 0.1  # the adapter does something
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe"])
 def test_request_is_bit_exact_among_other_adapters(tiny_models, adapter, name):
     """Three adapters of different ranks and layers, and the plain model; they come and leave at different times."""
@@ -158,6 +160,7 @@ def test_request_is_bit_exact_among_other_adapters(tiny_models, adapter, name):
         assert same_bits(answer, expected), f"prompt of {len(request.prompt)} tokens, {request.lora}"
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_drafts_keep_adapted_completions_bit_exact(tiny_models, adapter, name):
     path = tiny_models(name)
@@ -329,6 +332,7 @@ async def test_adapter_report_fingerprints_loaded_tensors(tiny_models, adapter, 
     assert report.fingerprints == fingerprints_of(expected.items(), 5, "sampled")
 
 
+@pytest.mark.slow
 async def test_replaced_adapter_continues_running_completions(tiny_models, adapter):
     path = tiny_models("qwen3")
     first, second = adapter(path, 1), adapter(path, 2)
@@ -344,6 +348,7 @@ async def test_replaced_adapter_continues_running_completions(tiny_models, adapt
         assert versions == sorted(versions) and set(versions) == {1, 2} and len(versions) == 300
 
 
+@pytest.mark.slow
 async def test_adapter_is_removed_after_last_request(tiny_models, adapter):
     path = tiny_models("qwen3")
     async with engine_of(path) as engine:

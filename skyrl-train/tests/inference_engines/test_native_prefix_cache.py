@@ -149,6 +149,7 @@ def same(one: list[Completion], other: list[Completion]) -> bool:
     return all(same_bits(mine, its) for mine, its in zip(one, other, strict=True))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "name",
     [
@@ -169,6 +170,7 @@ def test_cached_conversations_are_bit_exact_and_not_recomputed(tiny_models, name
     assert None not in per_request and max(map(int, per_request)) > 150  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [50, pytest.param(300, marks=pytest.mark.slow)])
 def test_small_cache_stays_in_budget_and_bit_exact(tiny_models, max_tokens: int):
     expected, without, _ = conversations(make_core(tiny_models("qwen3"), max_prefix_tokens=0))
@@ -210,6 +212,7 @@ def keep_rows_of_both_weights(core: NativeEngineCore) -> None:
     core.update_version = lambda version: (setattr(core, "weight_version", version), core.clear_prefixes())[0]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("fault", [None, keep_old_prefixes, keep_rows_of_both_weights])
 def test_prefixes_of_older_weights_are_not_reused(tiny_models, fault: Callable[[NativeEngineCore], None] | None):
     expected = answers_over_an_update(make_core(tiny_models("qwen3"), max_prefix_tokens=0))

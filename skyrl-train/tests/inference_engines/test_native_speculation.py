@@ -90,6 +90,7 @@ def requests_of(*params: EngineSamplingParams, repeats: int = 6) -> list[Request
     return [Request(prompt, own, (3, index)) for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "qwen2_window"])
 def test_drafts_keep_completions_bit_exact(tiny_models, name):
     sampled = EngineSamplingParams(max_tokens=50, temperature=0.2)
@@ -122,6 +123,7 @@ def test_per_token_settings_apply_to_drafts(tiny_models):
     assert drafted[3].drafts == (0, 0) and drafted[4].drafts == (0, 0)
 
 
+@pytest.mark.slow
 def test_drafts_respect_context_and_cache_limits(tiny_models):
     """Drafts never take more places in the cache than answers may."""
     requests = requests_of(*[replace(GREEDY, max_tokens=None)] * 3, repeats=20)

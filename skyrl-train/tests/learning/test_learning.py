@@ -45,11 +45,13 @@ def learns_the_bandit(estimator: str, loss: str, seed: int) -> None:
     learns(Bandit(), 0.7, seed=seed, num_steps=10, learning_rate=1.5e-2, **algorithm)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("estimator", slow_beyond_daily(ESTIMATORS))
 def test_estimator_learns_bandit(estimator: str):
     learns_the_bandit(estimator, "regular", seed=0)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("loss", slow_beyond_daily([loss for loss in LOSSES if loss != "regular"]))
 def test_loss_learns_bandit(loss: str):
     learns_the_bandit("grpo", loss, seed=0)
@@ -98,6 +100,7 @@ def test_cross_entropy_learns_sorting_from_correct_responses():
     assert share_of_the_way(task, apprentice.reward()) > 0.9
 
 
+@pytest.mark.slow
 def test_dpo_learns_to_copy_from_pairs():
     """Each right answer beside one with the last letter wrong, and the policy as it was as the reference."""
     task = Copy()

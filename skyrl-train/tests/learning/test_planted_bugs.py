@@ -213,11 +213,13 @@ FAULTS: list[tuple[Fault, list[Check]]] = [
 CHECKS = list(dict.fromkeys(check for _, checks in FAULTS for check in checks))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_unmodified_code_passes(check: Check):
     check()
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("fault", "check"),
     [(fault, check) for fault, checks in FAULTS for check in checks],

@@ -74,6 +74,7 @@ def test_replay_reduces_mixture_gap_at_least_fivefold(mixture: str, dtype: str, 
     assert cells[1]["gap_with_routing_replay"]["mean"] == after.mean
 
 
+@pytest.mark.slow
 def test_report_without_routes_does_not_mention_replay(mixture: str):
     report = report_on(mixture, "float32", bf16=False, replay="off")
     assert [finding.kind for finding in report.findings] == ["agreement"]

@@ -65,6 +65,7 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         torch.testing.assert_close(ours[name], gradient, atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("name", EACH)
 def test_log_probs_and_gradients_match_transformers_in_all_layouts(name, packing, folder_of):
@@ -87,6 +88,7 @@ def test_log_probs_and_gradients_match_transformers_in_all_layouts(name, packing
     assert_close(summed, gradients)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", EACH)
 def test_adapters_target_listed_layers_and_merge_exactly(name, folder_of):
     inner = load_causal_lm(folder_of(name), device=CPU)

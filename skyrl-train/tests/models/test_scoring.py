@@ -48,6 +48,7 @@ def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "changes",
     [
@@ -125,6 +126,7 @@ def test_full_logits_and_full_mask_are_never_allocated(watch_tensors):
     assert made.largest < num_tokens * words // 16
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize("reshard", [False, True])

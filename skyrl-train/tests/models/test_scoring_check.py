@@ -52,6 +52,7 @@ EXACT = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("name", EXACT)
 def test_exactly_supported_models_pass(name, packing):

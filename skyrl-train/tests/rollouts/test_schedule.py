@@ -244,6 +244,7 @@ def simulate(limits: ScheduleLimits, seed: int, *, p_fail: float = 0.0, p_filter
     return trained, ages, most_slots
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("order", "on_stale"), [("exact", "drop"), *product(["finished", "oldest"], ["drop", "regenerate", "mask"])]
 )

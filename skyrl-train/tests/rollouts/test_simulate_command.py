@@ -45,6 +45,7 @@ def settings_of(line: str) -> SkyRLConfig:
     return validate_cfg(settings)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("changes", [{}, {"gpus": "4", "engines": "4"}, {"lengths": "10:1"}])
 def test_printed_best_choice_is_valid_configuration(changes: dict[str, str], capsys: Any):
     assert main(arguments(**changes)) == 0

@@ -287,6 +287,7 @@ class NeverLetsGo(NativeInferenceEngine):
         await asyncio.sleep(3600)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "make, check, says",
     [
@@ -319,6 +320,7 @@ async def test_wrong_answers_are_named(tiny, make, check, says):
         await outcome_of(tiny, check, make)
 
 
+@pytest.mark.slow
 async def test_engine_outliving_shutdown_is_named(tiny):
     survivor = Survives(tiny)
     subject = EngineUnderTest(survivor, tiny)

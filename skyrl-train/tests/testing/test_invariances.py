@@ -319,6 +319,7 @@ WRONG = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("check, wrong, violated", WRONG.values(), ids=WRONG)
 def test_wrong_function_is_caught_by_name(check: Callable[..., None], wrong: Any, violated: set[Any]):
     found = violated_by(check, wrong)

@@ -43,6 +43,7 @@ class MeanOverTheMicroBatch(ScoringModel):
         return scores._replace(log_probs=scores.log_probs / len(scores.log_probs) * 7)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize(
     ("wrong", "violated"),

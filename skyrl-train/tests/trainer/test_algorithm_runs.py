@@ -121,6 +121,7 @@ def test_lora_trains_with_off_policy_correction(settings, run, tmp_path: Path):
     assert (folder / "model.safetensors").exists() and (folder / "adapter" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("merge", [False, True])
 def test_step_wise_samples_train(merge: bool, settings, run, tmp_path: Path):
     """Trajectories of one to three turns: the number of rows is what it happens to be."""

@@ -172,6 +172,7 @@ def num_steps_of(cfg: SkyRLConfig) -> int:
     return int(newest.read_text()) if newest.exists() else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "faults"),
     [

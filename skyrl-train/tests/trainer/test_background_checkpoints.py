@@ -113,6 +113,7 @@ def test_background_write_timeout_raises(settings: Any, tmp_path: Path, monkeypa
     assert steps_of_checkpoints(cfg) == []
 
 
+@pytest.mark.slow
 def test_journal_is_compacted_after_checkpoint_completes(
     settings: Any, run: Any, tmp_path: Path, slow_writes: list[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -58,6 +58,7 @@ FILTERED = {"algorithm": {**REFERENCE, "dynamic_sampling": {"type": "filter"}}, 
 KEPT_TOKENS = {"policy": {"sampling_mask_replay": True}}
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "trainer",
     [

@@ -56,6 +56,7 @@ def module_of(path: Path) -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_example_trains_asynchronously_without_enabled_flag(settings: Any, tmp_path: Path):
     experiment = module_of(EXAMPLES / "fully_async" / "main_fully_async.py").FullyAsyncPPOExp
     changes = asynchronous()
@@ -228,6 +229,7 @@ class SameRewards(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
 
 
+@pytest.mark.slow
 def test_steps_contain_only_informative_groups(settings: Any, merged: Any, run: Any, tmp_path: Path):
     changes = merged(
         {"max_training_steps": 4, "epochs": 4}, asynchronous(sample_full_batch=True, max_staleness_steps=1)
@@ -263,6 +265,7 @@ class Hangs(Fails):
         raise AssertionError
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("environment", "changes", "message"),
     [

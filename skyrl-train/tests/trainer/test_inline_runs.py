@@ -172,6 +172,7 @@ def test_resumed_inline_run_equals_uninterrupted_run(settings: Any, merged: Any,
     assert all(torch.equal(own_weights[f"{name}"], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.slow
 def test_run_leaves_no_process_group_in_model_thread(settings: Any, tmp_path: Path):
     """A child forked with `preexec_fn` (as by Ray) ends what belongs to other threads, and hung in ending the group
     that torch's plans of sharded tensors held."""

@@ -47,6 +47,7 @@ def content(folder: RunFolder) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
 
+@pytest.mark.slow
 def test_training_sample_replays_bitwise(finished: RunFolder, capsys: pytest.CaptureFixture[str]):
     before = content(finished)
     for step, position in ((1, 0), (2, 7), (3, 15)):
@@ -96,6 +97,7 @@ skyrl_gym.register(id="pays_7", entry_point=Pays7)
     assert "stored, 7.0 drawn" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_replay_detects_other_weights_and_settings(finished: RunFolder):
     name = name_in(finished, 3, 1)
     with_other_weights = replay.replay(finished.path, name, step=3, checkpoint=0)

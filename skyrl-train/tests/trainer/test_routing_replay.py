@@ -59,6 +59,7 @@ def run_mixture(settings: Any, merged: Any, chat_mixture: str, tmp_path: Path) -
         yield run
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("bf16", [False, True])
 def test_r2_trains_second_update_on_routes_of_first(run_mixture: Any, bf16: bool):
     """Two large optimizer steps: the second would choose other experts, and replays those of the start."""
@@ -107,6 +108,7 @@ def test_r3_replays_routes_at_matching_positions(run_mixture: Any, merged: Any, 
         assert step["policy/ratio_alarms"] == 0
 
 
+@pytest.mark.slow
 def test_r3_metric_detects_routes_shifted_by_token(run_mixture: Any, merged: Any, monkeypatch: pytest.MonkeyPatch):
     aligned = collate_module.pad_routes
 
@@ -147,6 +149,7 @@ def test_dense_model_is_refused(settings: Any, merged: Any, tmp_path: Path):
         BasePPOExp(settings(tmp_path, {"trainer": {"policy": {"routing_replay": "R2"}}})).run()
 
 
+@pytest.mark.slow
 def test_r3_starts_new_journal(run_mixture: Any, merged: Any, tmp_path: Path):
     """Groups that a run without replay left in the journal have no routes: with R3 they are generated again."""
     journal = tmp_path / "run" / "rollouts" / "journal.jsonl"

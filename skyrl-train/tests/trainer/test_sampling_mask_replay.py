@@ -54,6 +54,7 @@ def train(settings: Any, merged: Any, run: Any, tmp_path: Path) -> Callable[...,
     return train
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "kind",
     [
@@ -73,6 +74,7 @@ def test_trainer_log_probs_match_sampling_log_probs(train: Any, kind: str):
         assert 1 < step["generate/kept_tokens_mean"] < step["generate/kept_tokens_max"] <= 40
 
 
+@pytest.mark.slow
 def test_full_vocabulary_log_probs_differ_by_truncated_mass(train: Any, monkeypatch: pytest.MonkeyPatch):
     """The same rollouts, of which the trainer is not told the kept tokens: log 0.7 a token (-0.36) or below, as the 40
     likeliest are chosen first."""
@@ -100,6 +102,7 @@ def test_kept_tokens_shifted_by_token_end_run(train: Any, monkeypatch: pytest.Mo
         train()
 
 
+@pytest.mark.slow
 def test_reference_log_probs_are_renormalized(train: Any):
     """Before the first update policy and reference are the same, so their divergence is 0; over the vocabulary it would
     be the mass that was cut."""

@@ -29,6 +29,7 @@ def folders(settings, run, merged, tmp_path_factory) -> dict[str, RunFolder]:
     return found
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", KINDS)
 def test_run_folder_has_training_columns_of_each_token(folders, name):
     for file in folders[name].list_trajectory_files():

@@ -121,6 +121,7 @@ def whole(settings: Settings, merged: Any, tmp_path_factory: pytest.TempPathFact
     return train
 
 
+@pytest.mark.first_case
 # 16 answers a step; two optimizer steps of two micro-batches each.
 @pytest.mark.parametrize(
     "where, at_call, changes, expected",

@@ -33,6 +33,7 @@ def test_engines_receive_policy_weights(launcher, strategy, trainer, settings, m
     assert steps[1]["policy/rollout_train_logprobs_abs_diff_max"] > 0, "computed twice, by different code"
 
 
+@pytest.mark.slow
 def test_log_probs_are_compared_at_first_and_every_second_sync(settings, run, tmp_path):
     """Syncs before the first step, after it (not compared), and after the second."""
     generator = {"weight_sync_canary_interval": 2}

@@ -19,6 +19,7 @@ def test_backend_passes_invariance_checks(backend: type[TrainingBackend], tiny_m
     check_training_backend(backend, tiny_model)
 
 
+@pytest.mark.slow
 def test_backend_passes_invariance_checks_with_adapters(tiny_model: str):
     policy = {
         "model": {"path": tiny_model, "lora": {"rank": 4, "init_method": "orthogonal"}},
@@ -99,6 +100,7 @@ def checkpoints_without_optimizer(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(FSDP2Backend, "load", load)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("fault", "invariance"),
     [

@@ -32,6 +32,7 @@ def probe(**environment: str) -> tuple[str, str]:
     return run.stdout.strip(), run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch computes without MKL")
 def test_row_count_dependent_kernels_are_reported():
     assert probe() == ("False", "")

@@ -11,6 +11,7 @@ SPLITS = (
 )
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("num_rows", [16, 3])
 def test_loss_gradient_and_values_are_independent_of_split(learners, config, ragged_batch, num_rows):
     batch = ragged_batch(num_rows)

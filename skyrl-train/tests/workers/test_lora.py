@@ -101,6 +101,7 @@ def test_critic_head_is_trained_with_adapters(with_lora, start, ragged_batch):
     assert not torch.equal(after["value_head.weight"], before["value_head.weight"])
 
 
+@pytest.mark.first_case
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of forwards without a gradient
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_bfloat16_training_keeps_adapters_in_float32(with_lora, start, ragged_batch, use_reentrant):

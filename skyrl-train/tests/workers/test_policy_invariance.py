@@ -126,6 +126,7 @@ def test_values_at_padding_are_ignored(learners, config, shifted_batch, packing)
     assert_same({name: learners.step("policy", cfg, batch) for name, batch in batches.items()}, shifted_batch)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("loss", PolicyLossRegistry.list_available())
 def test_every_loss_is_independent_of_split(learners, config, shifted_batch, loss):
     algorithm: dict[str, Any] = dict(policy_loss_type=loss, clip_cov=dict(clip_ratio=0.1, clip_cov_lb=0.1))

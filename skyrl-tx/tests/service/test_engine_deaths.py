@@ -21,6 +21,7 @@ pytestmark = pytest.mark.process
 STANDBY = pytest.mark.parametrize("service", [{"standby_engine": True}], indirect=True)
 
 
+@pytest.mark.slow
 async def test_killed_engine_loses_no_request(tmp_path: Path):
     command = scripted(tmp_path / "state", commands_per_snapshot=4, seconds=0.01)
     async with running(tmp_path, command=command, standby_engine=True) as service:

@@ -60,6 +60,7 @@ async def test_requests_unsupported_by_engines_are_refused_as_user_error(engines
         await engines.sampling.sample(spec(), adapter(1))
 
 
+@pytest.mark.slow
 async def test_more_adapters_than_there_is_room_for_take_turns(engines_of, adapter):
     folders = [adapter(seed) for seed in range(3)]
     async with engines_of(max_loaded_adapters=4) as engines:
@@ -71,6 +72,7 @@ async def test_more_adapters_than_there_is_room_for_take_turns(engines_of, adapt
     assert len({tuple(output.sequences[0].tokens) for output in alone}) == 3
 
 
+@pytest.mark.slow
 async def test_engine_crash_costs_only_time(engines_of, adapter):
     """Requests under way go on, and adapters are there again, in every engine."""
     long = spec(2, max_tokens=150)

@@ -50,6 +50,7 @@ def same_bits(a: torch.Tensor | np.ndarray, b: torch.Tensor | np.ndarray) -> boo
     return np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "phi3", "sliding"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_pass_of_many_models_matches_separate_passes_bit_for_bit(name: str, seed: int, model_folder: Make) -> None:
