@@ -78,7 +78,7 @@ def check_training_backend(
     cfg = make_settings(model_path, settings or {}, device=device)
     backend = make(cfg, "policy", NUM_STEPS)
     was_in_group = dist.is_initialized()
-    backend.join(RankInfo(device="cuda:0" if device == "cuda" else device))  # as workers: it wants a number
+    backend.join(RankInfo(device=device))
     try:
         backend.load_model()
         _check_all(findings, backend, model_path)

@@ -17,6 +17,7 @@ from skyrl_train.models.build import build_model
 from skyrl_train.models.scoring import ScoringModel, build_layout
 from skyrl_train.training_backends.base import RankInfo
 from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend
+from skyrl_train.utils.gpus import get_indexed_device
 
 _ROWS_AT_A_TIME = 8
 
@@ -118,7 +119,7 @@ def _make_single_worker_settings(cfg: SkyRLConfig) -> SkyRLConfig:
 
 
 def _get_device(cfg: SkyRLConfig) -> torch.device:
-    return torch.device("cuda:0" if cfg.trainer.placement.resolve_device() == "cuda" else "cpu")
+    return get_indexed_device(cfg.trainer.placement.resolve_device())
 
 
 def _pad_rows(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[torch.Tensor, torch.Tensor, int]:

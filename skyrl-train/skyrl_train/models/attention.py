@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from loguru import logger
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
@@ -102,6 +103,8 @@ def packed_attention(
     # Variable-length kernels support scaling and window only.
     rule = AttentionRule(scaling, sliding_window, softcap, s_aux)
     varlen = _select_varlen_attention(query.device.type, query.dtype) if rule.is_plain else None
+    if varlen is None and query.device.type == "cuda":
+        _warn_of_padded_rows(rule.is_plain, query.dtype)
     if varlen is None:
         answer = _attend_by_group(query, key, value, packed_rows, rule)
     else:
@@ -154,7 +157,7 @@ def _select_varlen_attention(device: str, dtype: torch.dtype) -> Callable[..., t
     try:
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]  # optional
     except ImportError:
-        return _build_torch_varlen()
+        return _import_torch_varlen()
 
     def run_flash(
         q: object, k: object, v: object, rows: PackedRows, scaling: float | None, window: int | None
@@ -171,26 +174,50 @@ def _select_varlen_attention(device: str, dtype: torch.dtype) -> Callable[..., t
     return run_flash
 
 
-def _build_torch_varlen() -> Callable[..., torch.Tensor] | None:
+def _import_torch_varlen() -> Callable[..., torch.Tensor] | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # torch 2.9 and before
         return None
-    if not {"window_size", "enable_gqa", "scale"} <= set(inspect.signature(varlen_attn).parameters):
-        return None
+    return adapt_torch_varlen(varlen_attn)
 
-    def run_torch(q: Any, k: Any, v: Any, rows: PackedRows, scaling: float | None, window: int | None) -> torch.Tensor:
+
+def adapt_torch_varlen(varlen_attn: Callable[..., Any]) -> Callable[..., torch.Tensor] | None:
+    """Adapt torch's `varlen_attn` to `_select_varlen_attention`'s interface, by the parameters that it has: grouped
+    heads (`enable_gqa`) since torch 2.12, `window_size` and `scale` since 2.11. Return None before."""
+    parameters = inspect.signature(varlen_attn).parameters
+    if not {"window_size", "scale"} <= set(parameters):
+        return None
+    has_groups = "enable_gqa" in parameters
+    options = {"enable_gqa": True} if has_groups else {}
+
+    def run_torch(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows, scaling: float | None, window: int | None
+    ) -> torch.Tensor:
+        if not has_groups:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         left = -1 if window is None else window - 1
         answer = varlen_attn(
             *(q, k, v, rows.boundaries, rows.key_boundaries, max(rows.lengths), max(rows.num_keys)),
             scale=scaling,
             window_size=(left, 0),
-            enable_gqa=True,
+            **options,
         )
         assert isinstance(answer, torch.Tensor)
         return answer
 
     return run_torch
+
+
+@cache  # once per process and cause
+def _warn_of_padded_rows(is_plain: bool, dtype: torch.dtype) -> None:
+    if not is_plain:
+        cause = "this model caps attention scores or has sinks, which no variable-length kernel supports"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        cause = f"variable-length kernels need bfloat16, not {dtype}; set trainer.bf16=true"
+    else:
+        cause = f"torch {torch.__version__} has no usable varlen_attn; install flash-attn or torch 2.11 or later"
+    logger.warning(f"attention of packed rows pads them, and uses dense masks for windows and shared prefixes: {cause}")
 
 
 # ---- with kernels that take rows of one length

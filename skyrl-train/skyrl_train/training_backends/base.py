@@ -23,6 +23,7 @@ from skyrl_train.training_backends.checkpoint import BackgroundWrite, StateFiles
 from skyrl_train.training_backends.optimizer import LearningRateSchedule
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.utils.device_copies import copy_to_device
+from skyrl_train.utils.gpus import get_indexed_device
 from skyrl_train.utils.storage import Place
 
 if TYPE_CHECKING:  # the driver uses only this interface, without a model
@@ -51,6 +52,10 @@ class RankInfo:
     master_address: str = "127.0.0.1"
     master_port: int = 0
     device: str = "cpu"
+
+    @property
+    def torch_device(self) -> torch.device:
+        return get_indexed_device(self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +284,7 @@ class TrainingBackend(ABC):
 
     def join(self, info: RankInfo) -> None:
         """Join the process group of the model's ranks."""
-        self.device = torch.device(info.device)
+        self.device = info.torch_device
         timeout = self.cfg.trainer.worker_timeout_seconds
         join_process_group(info, timeout)
         self.parallel = ParallelInfo(
@@ -392,7 +397,7 @@ def join_process_group(info: RankInfo, timeout_seconds: float) -> None:
     """Join this process to a process group as a rank, on its device. Every later collective raises after the
     timeout.
     """
-    device = torch.device(info.device)
+    device = info.torch_device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     init_process_group(

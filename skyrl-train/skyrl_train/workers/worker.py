@@ -74,7 +74,7 @@ class Worker:
 
     def init_model(self, info: RankInfo) -> ParallelInfo:
         """Join the group and load the model. A collective: all ranks must call it."""
-        if self.cfg.trainer.use_expandable_segments and torch.device(info.device).type == "cuda":
+        if self.cfg.trainer.use_expandable_segments and info.torch_device.type == "cuda":
             enable_expandable_segments()  # before anything is allocated
         self.backend.join(info)
         self.memory_peaks = MemoryPeaks(self.backend.device)

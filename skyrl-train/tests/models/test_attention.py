@@ -6,7 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from skyrl_train.models import cpu_attention
-from skyrl_train.models.attention import _select_varlen_attention, packed_attention
+from skyrl_train.models.attention import (
+    _select_varlen_attention,
+    _warn_of_padded_rows,
+    adapt_torch_varlen,
+    packed_attention,
+)
 from skyrl_train.models.packing import PackedRows
 
 HEADS, SIZE = 4, 8
@@ -124,6 +129,70 @@ def test_unknown_arguments_are_rejected(argument):
 def test_missing_row_lengths_are_rejected():
     with pytest.raises(ValueError, match="packed_rows"):
         packed_attention(nn.Identity(), *make_inputs(3, 4), None, scaling=0.3, position_ids=torch.arange(3))
+
+
+def attend_varlen(q, k, v, rows, keys, most_q, most_k, scale, window) -> torch.Tensor:
+    """`varlen_attn` by a mask: causal from the end of each row, as flash-attention's. [N, heads, D]"""
+    assert q.shape[1] == k.shape[1] and (most_q, most_k) == (rows.diff().max(), keys.diff().max())
+    answers = []
+    for (start, end), (first, last) in zip(rows.unfold(0, 2, 1), keys.unfold(0, 2, 1), strict=True):
+        own = (x.transpose(0, 1) for x in (q[start:end], k[first:last], v[first:last]))
+        behind = torch.arange(last - first - (end - start), last - first)[:, None] - torch.arange(last - first)
+        seen = (behind >= -window[1]) & ((behind <= window[0]) | (window[0] < 0))
+        answers.append(F.scaled_dot_product_attention(*own, attn_mask=seen, scale=scale).transpose(0, 1))
+    return torch.cat(answers)
+
+
+def varlen_attn_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    raise AssertionError("it cannot scale")
+
+
+def varlen_attn_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    return attend_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
+
+
+def varlen_attn_2_12(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+    enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+):  # fmt: skip
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    return attend_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
+
+
+@pytest.mark.parametrize("varlen_attn", [varlen_attn_2_11, varlen_attn_2_12])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("window", [None, 3])
+def test_torch_varlen_is_called_with_its_parameters(varlen_attn, key_heads, window):
+    kernel = adapt_torch_varlen(varlen_attn)
+    assert kernel is not None
+    lengths = (9, 4, 1)
+    inputs = make_inputs(sum(lengths), key_heads)
+    ours = kernel(*(x[0].transpose(0, 1) for x in inputs), rows_of(lengths), 0.3, window)[None]
+    expected = with_a_mask(*inputs, lengths, 0.3, window)
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    gradients = [torch.autograd.grad((answer * direction).sum(), inputs) for answer in (ours, expected)]
+    for actual, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_installed_torch_varlen_is_used_and_older_is_not():
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert adapt_torch_varlen(varlen_attn) is not None
+    assert adapt_torch_varlen(varlen_attn_2_10) is None
+
+
+def test_padded_rows_warn_once_with_remedy(log: list[str]):
+    _warn_of_padded_rows.cache_clear()
+    for _ in range(2):
+        _warn_of_padded_rows(True, torch.float32)
+    _warn_of_padded_rows(True, torch.bfloat16)
+    assert len(log) == 2
+    assert "trainer.bf16=true" in log[0] and "flash-attn" in log[1]
 
 
 @pytest.mark.gpu

@@ -254,7 +254,9 @@ def test_offloading_frees_gpu_memory_and_keeps_results(config, ragged_batch):
             *(v for s in worker.backend.optimizer.state.values() for v in s.values()),
         ]
         assert {tensor.device.type for tensor in tensors if tensor.dim()} == {"cpu"}
-        assert torch.cuda.memory_allocated() < used / 2
+        # Kernels' workspaces stay, and are larger than this model.
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.dim())
+        assert used - torch.cuda.memory_allocated() >= num_bytes
         worker.backload_to_gpu()
         assert torch.equal(scores(worker, batch), before)
         learn(worker, batch)

@@ -65,6 +65,7 @@ from skyrl_train.inference_engines.native.weights import EngineWeights
 from skyrl_train.models.linear_attention import has_delta_nets
 from skyrl_train.models.routing_replay import RoutingReplay
 from skyrl_train.utils.cpu_numerics import set_strict_kernels, warn_if_rows_depend_on_their_number
+from skyrl_train.utils.gpus import get_indexed_device
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.cuda_ipc import gpu_uuid
 
@@ -202,7 +203,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         speculative_model: str | None = None,
     ):
         _check_sizes(max_num_seqs, prefix_cache_gib, num_speculative_tokens, speculative_max_seqs, speculative_model)
-        self._model_path, self._dtype, self._device = model_path, dtype, torch.device(device)
+        self._model_path, self._dtype, self._device = model_path, dtype, get_indexed_device(device)
         self._seed, self._max_lora_rank, self._command_timeout = seed, max_lora_rank, command_timeout_seconds
         loading = {"device": self._device, "dtype": dtype, "trust_remote_code": trust_remote_code}
         loading |= {"model_config_kwargs": model_config_kwargs, "dummy_weights": dummy_weights}

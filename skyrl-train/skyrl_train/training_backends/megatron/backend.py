@@ -84,7 +84,7 @@ class MegatronBackend(TrainingBackend):
         return get_layout(self.megatron)
 
     def join(self, info: RankInfo) -> None:
-        self.device = torch.device(info.device)
+        self.device = info.torch_device
         layout, timeout = self.layout, self.cfg.trainer.worker_timeout_seconds
         check_world(layout, info.world_size, f"trainer.{self.name}.megatron_config")
         if self.device.type == "cpu":

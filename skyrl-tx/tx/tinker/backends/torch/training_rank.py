@@ -73,7 +73,7 @@ class TrainingRank:
             ConfigError: a wrong setting, a model that cannot be trained here.
         """
         join_process_group(info, self._timeout_seconds)
-        rank_group = RankGroup(info.rank, info.world_size, build_mesh(torch.device(info.device)))
+        rank_group = RankGroup(info.rank, info.world_size, build_mesh(info.torch_device))
         self._training = RankTraining(self._folder, rank_group, **{**self._settings, "device": info.device})
         return ParallelInfo(rank=info.rank, world_size=info.world_size)
 
