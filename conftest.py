@@ -213,6 +213,16 @@ class Scheduler(LoadFileScheduling):
         return "process" if in_turn else file
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests of GPUs without them: `gpu` needs one, `gpu(2)` two."""
+    if marker := item.get_closest_marker("gpu"):
+        import torch
+
+        needed, found = marker.args[0] if marker.args else 1, torch.cuda.device_count()
+        if found < needed:
+            pytest.skip(f"needs {needed} CUDA devices; found {found}")
+
+
 @pytest.hookimpl(trylast=True)  # after the selection by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In a parallel run, begin with the files that may take longest: those with the longest timeout of a test, then

@@ -28,6 +28,7 @@ from skyrl_agent.records import last_records, to_result
 from skyrl_agent.runner import AgentRunner
 from skyrl_agent.training_rows import check_batch, training_rows
 from skyrl_agent.types import JsonObject, Row, TrajectoryResult
+from skyrl_gym.chat.tokenizer_check import find_tokenizer_fault
 from skyrl_gym.waits import recorded_run
 
 FREE = (
@@ -257,6 +258,8 @@ def _build_runner(cfg: TaskFile, tokenizer: str) -> AgentRunner:
             f"no tokenizer {tokenizer!r} could be loaded; --tokenizer must be the folder or hub name of the served "
             f"model's tokenizer (default: generator.backend_config.model_name): {str(error).splitlines()[0]}"
         ) from error
+    if fault := find_tokenizer_fault(loaded):
+        raise ConfigError(f"--tokenizer {tokenizer}: {fault}")
     return AutoAgentRunner.from_task_file(cfg, None, loaded)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from skyrl_agent.errors import BatchFailedError, ConfigError
 from skyrl_agent.evaluate import Evaluation, collect_settings, main
@@ -191,3 +193,13 @@ def test_unknown_tokenizer_names_option(command, capsys, monkeypatch):
     arguments[arguments.index("--tokenizer") + 1] = "nobody/no-such-tokenizer"
     assert main(arguments) == 2
     assert "--tokenizer" in capsys.readouterr().err
+
+
+def test_tokenizer_that_loses_text_names_option(command, capsys, tmp_path):
+    arguments = command("http://127.0.0.1:9")
+    words = models.WordLevel({word: id for id, word in enumerate(["<end>", *"abcdefgh"])}, unk_token="<end>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="<end>")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "--tokenizer" in error and "loses text" in error

@@ -9,6 +9,7 @@ import pyarrow as pa
 from loguru import logger
 
 from skyrl_gym.chat.template import ChatTemplate, ChatTemplateError
+from skyrl_gym.chat.tokenizer_check import loses_text
 from skyrl_train.dataset.cache import NUM_THREADS, ArrowRows, RowCache, map_in_threads
 from skyrl_train.dataset.fingerprint import compute_rows_fingerprint
 from skyrl_train.dataset.sources import LENGTH, Chunk, Row, open_source, rows_of
@@ -43,7 +44,7 @@ class PromptDataset:
 
     Raises:
         DataError: an unreadable source, a missing column, a prompt that is not a list of messages or cannot be rendered
-            by the template, no remaining row, no disk space for the cache.
+            by the template or has no tokens, no remaining row, no disk space for the cache.
     """
 
     def __init__(
@@ -132,9 +133,12 @@ class PromptDataset:
         lengths: list[int] = []
         rows = [(f"{source}: row {number}", row) for number, row in enumerate(chunk.rows, chunk.first_row)]
         for start in range(0, len(rows), _TEXTS_AT_ONCE):
-            texts = [self._render_text(row, where) for where, row in rows[start : start + _TEXTS_AT_ONCE]]
+            some = rows[start : start + _TEXTS_AT_ONCE]
+            texts = [self._render_text(row, where) for where, row in some]
             ids: Any = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-            lengths += [len(prompt_ids) for prompt_ids in ids]
+            for (where, _), text, prompt_ids in zip(some, texts, ids, strict=True):
+                check_tokens(text, len(prompt_ids), self.tokenizer, where)
+                lengths.append(len(prompt_ids))
         return chunk.stored.append_column(LENGTH, pa.array(lengths, pa.int32()))
 
     def _render_text(self, row: Row, where: str) -> str:
@@ -163,6 +167,15 @@ class PromptRows(Sequence[Row]):
         (row,) = rows_of(self._rows.row(int(self._kept[index])))
         row[self._prompt_key] = check_messages(row[self._prompt_key], self._prompt_key)
         return row
+
+
+def check_tokens(text: str, num_tokens: int, tokenizer: "PreTrainedTokenizerBase", where: str) -> None:
+    """Raise DataError if a text of several words has become at most one token."""
+    if loses_text(text, num_tokens):
+        raise DataError(
+            f"{where}: {type(tokenizer).__name__} turns {text[:60]!r} into {num_tokens} tokens: the tokenizer is not "
+            "the model's, or transformers loads it as another class than it was saved as"
+        )
 
 
 def check_messages(prompt: Any, where: str) -> ConversationType:

@@ -15,7 +15,7 @@ from skyrl_gym.chat.template import ChatTemplate
 from skyrl_gym.valid_unicode import replace_lone_surrogates
 from skyrl_train.config.supervised import SupervisedDataConfig
 from skyrl_train.dataset.cache import NUM_THREADS, ArrowRows, RowCache, map_in_threads
-from skyrl_train.dataset.dataset import check_messages
+from skyrl_train.dataset.dataset import check_messages, check_tokens
 from skyrl_train.dataset.fingerprint import compute_rows_fingerprint
 from skyrl_train.dataset.sources import Chunk, Row, open_source
 from skyrl_train.errors import ConfigError, DataError
@@ -311,6 +311,7 @@ class Encoder:
         encoded = self.tokenizer(
             text, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True
         )
+        check_tokens(text, len(encoded["input_ids"]), self.tokenizer, "an example")
         starts, ends = np.fromiter(chain.from_iterable(encoded["offset_mapping"]), np.int64).reshape(-1, 2).T
         own = np.array([*spans, (len(text) + 1, 0)])  # the last entry is for tokens after all spans, and has none
         # The first span that ends after the token's start; earlier spans are not needed again.

@@ -9,6 +9,7 @@ import transformers
 from loguru import logger
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from skyrl_gym.chat.tokenizer_check import find_tokenizer_fault
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.errors import ConfigError
@@ -66,8 +67,8 @@ def load_tokenizer(
     """Return the tokenizer of the model at `path`, with a padding token.
 
     Raises:
-        ConfigError: it is missing; or without `use_fast`, it has no Python implementation (transformers then silently
-            loads the fast one).
+        ConfigError: it is missing, loses text, or has ids without an embedding in the model; or without `use_fast`, it
+            has no Python implementation (transformers then silently loads the fast one).
     """
     hide_unused_packages()
     from transformers import AutoTokenizer, GenerationConfig  # import half of the dependencies of models
@@ -90,12 +91,23 @@ def load_tokenizer(
             f"version of {type(tokenizer).__name__}, the tokenizer of {path}; set it to false"
         )
     _check_kind(tokenizer, folder, setting)
+    if fault := find_tokenizer_fault(tokenizer, _get_vocab_size(path)):
+        raise ConfigError(f"{setting}={path}: {fault}")
     if not folder.is_dir():
         with contextlib.suppress(OSError):  # `skyrl_gym.chat.turn_ends` reads it from the cache
             GenerationConfig.from_pretrained(path)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _get_vocab_size(path: str) -> int | None:
+    """Return the number of embeddings of the model at `path`; None if its config names none or cannot be read, which
+    `model_config` reports."""
+    try:
+        return getattr(AutoConfig.from_pretrained(path, trust_remote_code=True).get_text_config(), "vocab_size", None)
+    except Exception:  # a model may include custom code
+        return None
 
 
 def _check_kind(tokenizer: PreTrainedTokenizerBase, folder: Path, setting: str) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import ray
 import torch
-from transformers import Qwen2Config, Qwen3Config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.model_files import check_models, load_tokenizer
@@ -68,6 +70,32 @@ def test_tokenizer_loaded_with_wrong_class_is_rejected(tmp_path: Path, make: Any
         assert tokenizer.decode(tokenizer("a b", add_special_tokens=False)["input_ids"]) == "a b"
         return
     with pytest.raises(ConfigError, match=r"trainer\.policy\.model\.path.*Qwen2Tokenizer.*model_type.*tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_tokenizer_without_words_is_rejected(tmp_path: Path):
+    """A vocabulary of words that the tokenizer never splits texts into."""
+    words = {word: id for id, word in enumerate(["<pad>", "<end>", *(f"w{number}" for number in range(97))])}
+    inner = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>").save_pretrained(tmp_path)
+    Qwen3Config(vocab_size=99).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"trainer\.policy\.model\.path.* loses text: .* becomes 1 tokens"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_tokenizer_of_larger_vocabulary_is_rejected(tmp_path: Path):
+    tokenizer = build_character_tokenizer()
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<image>"])  # not in the template: as Gemma 3's, whose text models have no such embedding
+    tokenizer.save_pretrained(tmp_path)
+    Qwen3Config(vocab_size=size).save_pretrained(tmp_path)
+    assert len(load_tokenizer(str(tmp_path))) == size + 1
+    tokenizer.pad_token = "<image>"
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"1 tokens .*'<image>'.* vocab_size={size} "):
+        load_tokenizer(str(tmp_path))
+    Qwen3Config(vocab_size=size - 9).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"10 tokens .*resize"):
         load_tokenizer(str(tmp_path))
 
 

@@ -63,6 +63,16 @@ def test_all_file_formats_give_same_items(tmp_path, words, suffix):
     ]
 
 
+def test_prompt_without_tokens_names_row_and_tokenizer(tmp_path):
+    """As of a vocabulary that another class of tokenizer saved: no unit of the text is known."""
+    inner = Tokenizer(models.BPE({"user": 0, "</s>": 1}, []))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    loses = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", chat_template="{{ messages[0].content }}")
+    prompts = [write(tmp_path / "rows.jsonl", [row("no"), row("what is 1 + 2 ?")])]
+    with pytest.raises(DataError, match=r"rows.jsonl: row 1: .*'what is 1 \+ 2 \?' into 0 tokens"):
+        PromptDataset(prompts, loses, max_prompt_length=5)
+
+
 def test_overlong_prompts_are_dropped_before_uids_are_assigned(tmp_path, words):
     first = write(tmp_path / "first.jsonl", [row("one two three four"), row("a b c")])
     second = write(tmp_path / "second.parquet", [row("x y z"), row("too long " * 10)])

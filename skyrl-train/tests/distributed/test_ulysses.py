@@ -142,8 +142,7 @@ def test_single_rank_has_no_group_and_oversized_group_is_rejected(group_of_one):
         build_sequence_parallel(2)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(2)
 def test_nccl_head_exchange_matches_gloo(run_on_ranks):
     on_cpu = run_on_ranks(2, run_round_trip_on, "cpu")
     on_gpus = run_on_ranks(2, run_round_trip_on, "cuda", device="cuda")

@@ -211,7 +211,6 @@ def test_sequence_parallel_scores_are_scattered_to_rows(size: int):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_for_rows_of_different_lengths_attend_to_prefixes():
     layout = pack_rows(*batch(*BATCHES["branches"]), NUM_RESPONSE, share_prefixes=True)
     rows = layout.rows

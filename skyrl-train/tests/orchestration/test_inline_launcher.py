@@ -148,7 +148,6 @@ async def test_worker_starts_with_random_state_of_new_process():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_random_state_is_swapped():
     torch.cuda.manual_seed(1)
     outside = torch.cuda.get_rng_state()

@@ -118,7 +118,6 @@ def test_run_learns_and_agrees_with_engines(variant, settings, run, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("launcher", ["ray", "inline"])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_run_learns_on_gpu(bf16, launcher, settings, run, tmp_path):

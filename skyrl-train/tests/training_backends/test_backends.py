@@ -30,7 +30,6 @@ def test_backend_passes_invariance_checks_with_adapters(tiny_model: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_backend_passes_invariance_checks_on_gpu(tiny_model: str):
     reason = {"agreement": "kernels of a GPU add in another order than those of the model on the CPU"}
     check_training_backend(FSDP2Backend, tiny_model, exempt=reason, device="cuda")

@@ -193,7 +193,6 @@ def test_replayed_routes_match_fsdp2(ranks: BackendRanks, mixture: str, name: st
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["fsdp2", "deepspeed"])
 def test_single_gpu_rank_matches_single_cpu_rank(ranks: BackendRanks, tiny_model: str, name: str):
     """Kernels add in another order: float32 to 1e-4, the other tolerances of the check as they are."""

@@ -12,7 +12,6 @@ from skyrl_train_testing.weight_sources import BlockingSender
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SHAPES = [(f"p{index}", (1000, 1000)) for index in range(8)]
 

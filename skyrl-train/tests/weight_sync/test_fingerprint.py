@@ -127,7 +127,6 @@ def test_differences_name_tensors(report: dict[str, int], text: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("verification", ["sampled", "full"])
 def test_gpu_and_cpu_fingerprints_are_equal(verification):
     named = [("large", large_tensor()), ("small", torch.ones(3)), ("other", -large_tensor())]

@@ -7,6 +7,7 @@ import msgspec
 import ray
 from transformers import AutoTokenizer
 
+from skyrl_gym.chat.tokenizer_check import find_tokenizer_fault
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.entrypoints.engines import check_engines, start_engines
@@ -36,14 +37,17 @@ def build(config: EngineConfig, facts: BaseModelFacts) -> Backend:
         os.environ["RAY_ADDRESS"] = settings.ray_address
     start_ray(engines)
     _check_gpus(engines)
-    sampling = _build_sampling(settings, engines)  # the engines start meanwhile
+    sampling = _build_sampling(settings, engines, facts.vocab_size)  # the engines start meanwhile
     return Backend(training=_build_training(settings, engines, facts.folder), sampling=sampling)
 
 
-def _build_sampling(settings: SkyRLTrainSettings, engines: SkyRLConfig) -> "SamplingWithRay":
+def _build_sampling(settings: SkyRLTrainSettings, engines: SkyRLConfig, vocab_size: int) -> "SamplingWithRay":
     check_engines(engines)
     trust = bool(settings.training.get("trust_remote_code", False))
-    tokenizer = AutoTokenizer.from_pretrained(engines.trainer.policy.model.path, trust_remote_code=trust)
+    path = engines.trainer.policy.model.path
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+    if fault := find_tokenizer_fault(tokenizer, vocab_size):
+        raise ConfigError(f"base_model={path}: {fault}")
     client = start_engines(engines, tokenizer)
     return SamplingWithRay(
         client,
