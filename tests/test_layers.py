@@ -54,7 +54,7 @@ INSPECT_LAYERS = [
 
 SERVER = REPOSITORY / "skyrl-tx" / "tx"
 SERVER_LAYERS = [
-    {"tx.errors", "tx.tinker.types", "tx.tinker.pieces", "tx.tinker.file_limit"},
+    {"tx.errors", "tx.tinker.types", "tx.tinker.chunked_lists", "tx.tinker.file_limit"},
     {"tx.tinker.config", "tx.tinker.command_line", "tx.tinker.wire", "tx.tinker.base_model", "tx.tinker.texts"},
     {"tx.tinker.storage"},
     {"tx.tinker.backends"},

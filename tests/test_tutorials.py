@@ -133,7 +133,7 @@ def test_dashboard_diagnoses_injected_causes_only(tutorials: Path):
         why.train(tutorials, name, why.STEPS)
     with TestClient(make_app(RunsFolder(tutorials / "runs"), Defaults()), base_url="http://localhost") as client:
         views = {name: RunView(client, name, why.STEPS) for name in RUNS}
-        assert_signs(views)
+        assert_diagnostics(views)
         assert_causes(views)
 
 
@@ -162,14 +162,14 @@ class RunView:
         return self.ask("columns", phase="train", step=self._last, line=line)["columns"]
 
 
-def assert_signs(views: dict[str, RunView]) -> None:
+def assert_diagnostics(views: dict[str, RunView]) -> None:
     """Each run has the sign of its cause alone, the healthy one has none."""
     beginnings = {"a": "The training reward rose", "b": "The entropy fell", "d": "Trained tokens are"}
-    signs = {name: view.ask("run")["signs"] for name, view in views.items()}
-    assert signs["healthy"] == []
-    assert all(len(signs[name]) == 1 for name in RUNS[1:]), signs
-    assert all(signs[name][0].startswith(beginning) for name, beginning in beginnings.items()), signs
-    assert signs["c"][0].endswith("truncated at the length limit."), signs
+    diagnostics = {name: view.ask("run")["diagnostics"] for name, view in views.items()}
+    assert diagnostics["healthy"] == []
+    assert all(len(diagnostics[name]) == 1 for name in RUNS[1:]), diagnostics
+    assert all(diagnostics[name][0].startswith(beginning) for name, beginning in beginnings.items()), diagnostics
+    assert diagnostics["c"][0].endswith("truncated at the length limit."), diagnostics
 
 
 def assert_causes(views: dict[str, RunView]) -> None:

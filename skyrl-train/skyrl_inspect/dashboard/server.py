@@ -26,11 +26,11 @@ from skyrl_inspect.dashboard.catalog import Catalog, find_in_log, list_trajector
 from skyrl_inspect.dashboard.charts import build_overview, group_metrics, list_timing_stages
 from skyrl_inspect.dashboard.curves import TIME, Curves
 from skyrl_inspect.dashboard.defaults import Defaults
+from skyrl_inspect.dashboard.diagnostics import find_diagnostics
 from skyrl_inspect.dashboard.json_lines import parse
 from skyrl_inspect.dashboard.live import iter_change_events
 from skyrl_inspect.dashboard.renderers import FRAME_POLICY, render
 from skyrl_inspect.dashboard.runs_folder import NotBelowError, RunsFolder, join
-from skyrl_inspect.dashboard.signs import find_diagnostics
 from skyrl_inspect.dashboard.steps import StepTrajectories
 from skyrl_inspect.dashboard.time_line import Timelines, build_trace_events
 from skyrl_train.utils.run_folder import replace_non_finite
@@ -211,7 +211,7 @@ class RunQueries:
         row, curves = self._catalog.get_row(run), self._curves.read_curves(run)
         found = find_diagnostics(lambda name: curves.curve(name)[1], curves.names)
         steps = list_trajectory_steps(self._folder, run)
-        return _to_json({"now": time.time(), **row, "steps": steps, "signs": found})
+        return _to_json({"now": time.time(), **row, "steps": steps, "diagnostics": found})
 
     def metrics(self, request: Request) -> Response:
         """Return the names of a run's metrics, in groups and as the charts of its overview."""

@@ -54,7 +54,7 @@ def build_engine_actor(cls: "type[EngineProcess] | None" = None, **options: obje
 
 
 @dataclass(frozen=True)
-class ProcessPlace:
+class ProcessLocation:
     """Node, id and start time of a process (ids are reused)."""
 
     node: str
@@ -101,9 +101,9 @@ class EngineProcess(EngineHost):
         await super().check_health(patience_seconds)
 
     @ray.method(concurrency_group=_CONTROL_GROUP)
-    async def place(self) -> ProcessPlace:
+    async def place(self) -> ProcessLocation:
         process = psutil.Process()
-        return ProcessPlace(ray.get_runtime_context().get_node_id(), process.pid, process.create_time())
+        return ProcessLocation(ray.get_runtime_context().get_node_id(), process.pid, process.create_time())
 
 
 class RayWrappedInferenceEngine(EngineHandle):
@@ -117,7 +117,7 @@ class RayWrappedInferenceEngine(EngineHandle):
     def __init__(self, actor: Any, *more: Any, **settings: Any):
         super().__init__(*more, **settings)
         self._actor = actor
-        self._place: ProcessPlace | None = None
+        self._place: ProcessLocation | None = None
         self._senders: WeakKeyDictionary[asyncio.AbstractEventLoop, RequestSender] = WeakKeyDictionary()
 
     def start(self, method: Callable[..., object], *args: object) -> Call:
@@ -188,7 +188,7 @@ class RayWrappedInferenceEngine(EngineHandle):
         stop_actors([self._actor])
         self._kill_remaining()
 
-    def place(self) -> ProcessPlace:
+    def place(self) -> ProcessLocation:
         """Return node and id of the process, after waiting for its start."""
         if self._place is None:
             self._place = ray.get(self._actor.place.remote(), timeout=self._start_timeout_seconds)
@@ -217,7 +217,7 @@ class RayWrappedInferenceEngine(EngineHandle):
             )
 
 
-def kill_tree(place: ProcessPlace) -> None:
+def kill_tree(place: ProcessLocation) -> None:
     """Kill a process group leader on this machine, its group and its descendants. Members of the group may outlive the
     leader.
     """

@@ -32,7 +32,7 @@ from skyrl_train.utils.io import expand_path
 from skyrl_train.weight_sync.base import LoraLoadRequest
 from skyrl_train.weight_sync.canary import CanaryTolerance, LogProbs, canary_prompts, check_canaries
 from skyrl_train.weight_sync.fingerprint import differences
-from skyrl_train.weight_sync.plan import RankPlace, Strategy, init_infos_for, plan_routes
+from skyrl_train.weight_sync.plan import RankLocation, Strategy, init_infos_for, plan_routes
 from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.workers.policy_worker import PolicyWorker
 
@@ -174,7 +174,7 @@ class WeightPublisher:
         self,
         engines: Sequence[InferenceEngineInterface],
         infos: Sequence[EngineInfo],
-        places: Sequence[RankPlace],
+        places: Sequence[RankLocation],
         strategy: Strategy,
     ) -> WeightSender:
         generator, placement = self._cfg.generator, self._cfg.trainer.placement

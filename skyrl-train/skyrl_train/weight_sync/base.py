@@ -49,7 +49,7 @@ class WeightSyncInitInfo:
     timeout_seconds: float = 600.0
 
 
-class Place(TypedDict, total=False):
+class BytesLocation(TypedDict, total=False):
     """Fields of a `WeightUpdateRequest` that locate its bytes."""
 
     location: str

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.base import Place, WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import BytesLocation, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.payload import Buffer, Payload
 from skyrl_train.weight_sync.transport import Reader, Writer
 
@@ -78,7 +78,7 @@ class BroadcastWriter(Writer):
         self._group = BroadcastGroup(init_info, device, rank=0)
         self._buffers = [Buffer(self._group.device) for _ in range(2)]  # one is sent while the other is filled
 
-    def write(self, payload: Payload, version: int, index: int) -> Place:
+    def write(self, payload: Payload, version: int, index: int) -> BytesLocation:
         """Copy a bucket into one contiguous buffer."""
         payload.copy_to(self._buffers[index % 2].first(payload.num_bytes))
         return {}

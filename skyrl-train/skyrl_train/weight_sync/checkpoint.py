@@ -19,7 +19,7 @@ import torch
 from skyrl_gym.whole_folders import move_into_place
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.utils.io import write_atomically
-from skyrl_train.weight_sync.base import Place, WeightUpdateRequest
+from skyrl_train.weight_sync.base import BytesLocation, WeightUpdateRequest
 from skyrl_train.weight_sync.payload import Payload, num_bytes_of
 from skyrl_train.weight_sync.transport import Reader, Writer
 
@@ -81,7 +81,7 @@ class CheckpointWriter(Writer):
     def __init__(self, directory: str):
         self._directory = Path(directory)
 
-    def write(self, payload: Payload, version: int, index: int) -> Place:
+    def write(self, payload: Payload, version: int, index: int) -> BytesLocation:
         """Write the bytes unless they already are in a file, and return their location."""
         if payload.place:
             return payload.place

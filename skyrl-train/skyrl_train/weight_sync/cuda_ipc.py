@@ -8,7 +8,7 @@ import torch
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.types import JsonObject
 from skyrl_train.utils.cuda_allocator import disable_expandable_segments
-from skyrl_train.weight_sync.base import Place, WeightUpdateRequest
+from skyrl_train.weight_sync.base import BytesLocation, WeightUpdateRequest
 from skyrl_train.weight_sync.payload import Payload
 from skyrl_train.weight_sync.transport import Reader, Writer
 
@@ -32,7 +32,7 @@ class CudaIpcWriter(Writer):
         self._slots = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
         self._handles: list[JsonObject] = [{} for _ in range(NUM_SLOTS)]
 
-    def write(self, payload: Payload, version: int, index: int) -> Place:
+    def write(self, payload: Payload, version: int, index: int) -> BytesLocation:
         """Copy a bucket to memory that no engine is reading."""
         slot = index % NUM_SLOTS
         if payload.num_bytes > self._slots[slot].numel():

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.base import Place, WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import BytesLocation, WeightSyncInitInfo, WeightUpdateRequest
 
 NamedTensor = tuple[str, torch.Tensor]
 Bucket = list[NamedTensor]
@@ -69,7 +69,7 @@ class Payload:
     """The tensors, if their fingerprints are still to be taken."""
     base_version: int | None = None
     """Base version of a delta, as in `WeightUpdateRequest`."""
-    place: Place = field(default_factory=Place)
+    place: BytesLocation = field(default_factory=BytesLocation)
     """Location of bytes that are already in place, as fields of a request; `parts` is then empty."""
 
     @classmethod
@@ -85,7 +85,7 @@ class Payload:
             bucket=bucket,
         )
 
-    def request(self, *, version: int, index: int, **place: Unpack[Place]) -> WeightUpdateRequest:
+    def request(self, *, version: int, index: int, **place: Unpack[BytesLocation]) -> WeightUpdateRequest:
         """Build the request to the engines. `place`: the fields that locate the bytes."""
         return WeightUpdateRequest(
             names=self.names,

@@ -34,7 +34,7 @@ class ReceivingEngine(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPlace:
+class RankLocation:
     """Node and device of a policy rank."""
 
     node: str
@@ -56,7 +56,7 @@ class Route:
 def plan_routes(
     strategy: Strategy,
     engines: Sequence[ReceivingEngine],
-    ranks: Sequence[RankPlace],
+    ranks: Sequence[RankLocation],
     *,
     colocated: bool,
     device: Literal["cpu", "cuda"],
@@ -168,7 +168,7 @@ def init_infos_for(
     ]
 
 
-def _find_ranks_on_nodes(engines: Sequence[ReceivingEngine], ranks: Sequence[RankPlace]) -> list[int | None]:
+def _find_ranks_on_nodes(engines: Sequence[ReceivingEngine], ranks: Sequence[RankLocation]) -> list[int | None]:
     """Return for each engine a rank on the same machine, assigned round-robin; None if the machine has no rank."""
     num_engines = Counter[str | None]()
     sources: list[int | None] = []
@@ -179,7 +179,7 @@ def _find_ranks_on_nodes(engines: Sequence[ReceivingEngine], ranks: Sequence[Ran
     return sources
 
 
-def _find_ranks_on_gpus(engine: ReceivingEngine, ranks: Sequence[RankPlace]) -> tuple[int, ...]:
+def _find_ranks_on_gpus(engine: ReceivingEngine, ranks: Sequence[RankLocation]) -> tuple[int, ...]:
     """Return the ranks on an engine's GPUs; empty if one of its GPUs has no rank."""
     if (
         not engine.gpus

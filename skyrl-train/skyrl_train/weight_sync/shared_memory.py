@@ -11,7 +11,7 @@ import tempfile
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.base import Place, WeightUpdateRequest
+from skyrl_train.weight_sync.base import BytesLocation, WeightUpdateRequest
 from skyrl_train.weight_sync.payload import Payload
 from skyrl_train.weight_sync.transport import Reader, Writer
 
@@ -66,7 +66,7 @@ class SharedMemoryWriter(Writer):
     def __init__(self) -> None:
         self._slots = [Segment() for _ in range(NUM_SLOTS)]
 
-    def write(self, payload: Payload, version: int, index: int) -> Place:
+    def write(self, payload: Payload, version: int, index: int) -> BytesLocation:
         """Copy a bucket to memory that no engine is reading."""
         # The sender announced bucket i - 1 only after all engines had read i - 2, which used this slot.
         slot = self._slots[index % NUM_SLOTS]

@@ -4,14 +4,14 @@ from typing import Protocol
 
 import torch
 
-from skyrl_train.weight_sync.base import Place, WeightUpdateRequest
+from skyrl_train.weight_sync.base import BytesLocation, WeightUpdateRequest
 from skyrl_train.weight_sync.payload import Payload
 
 
 class Writer(Protocol):
     """Trainer side of a transport. By default, engines read independently and nothing is left to do after a sync."""
 
-    def write(self, payload: Payload, version: int, index: int) -> Place:
+    def write(self, payload: Payload, version: int, index: int) -> BytesLocation:
         """Write a bucket to a location that the engines can read, while they may still read the previous one. Returns
         the location as fields of a request."""
         ...

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.base import Place, WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import BytesLocation, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.broadcast import BroadcastWriter
 from skyrl_train.weight_sync.checkpoint import CheckpointWriter
 from skyrl_train.weight_sync.cuda_ipc import CudaIpcWriter
@@ -32,13 +32,13 @@ class RankWriter:
         of_transport = {init_infos[index].transport: init_infos[index] for index in self._engines}
         self._writers = [_writer(info, device) for info in of_transport.values()]
 
-    def write(self, payload: Payload, version: int, index: int) -> Place:
+    def write(self, payload: Payload, version: int, index: int) -> BytesLocation:
         """Write a bucket to locations that the engines of this rank can read.
 
         Raises:
             WeightSyncError: not enough memory or disk space; names bucket, rank and engines.
         """
-        place = Place()
+        place = BytesLocation()
         try:
             for writer in self._writers:
                 place |= writer.write(payload, version, index)  # each transport has separate fields

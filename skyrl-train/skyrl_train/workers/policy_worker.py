@@ -18,7 +18,7 @@ from skyrl_train.weight_sync.base import WeightSource, WeightSyncInitInfo, Writt
 from skyrl_train.weight_sync.cuda_ipc import gpu_uuid
 from skyrl_train.weight_sync.fingerprint import fingerprints_of
 from skyrl_train.weight_sync.payload import NamedTensor
-from skyrl_train.weight_sync.plan import RankPlace
+from skyrl_train.weight_sync.plan import RankLocation
 from skyrl_train.weight_sync.rank_sender import RankSender
 from skyrl_train.workers.objectives.policy import PolicyObjective
 from skyrl_train.workers.profiler import StepProfiler, create_profiler
@@ -153,9 +153,9 @@ class PolicyWorker(Worker, WeightSource):
 
     # ---- weights on their way to the engines (in the order of `orchestration/weight_publisher.py`)
 
-    def place(self) -> RankPlace:
+    def place(self) -> RankLocation:
         """Return the machine and GPU of this rank."""
-        return RankPlace(node=platform.node(), gpu=gpu_uuid(self.backend.device))
+        return RankLocation(node=platform.node(), gpu=gpu_uuid(self.backend.device))
 
     def connect_engines(self, init_infos: Sequence[WeightSyncInitInfo]) -> None:
         self._close_engine_connections()

@@ -18,7 +18,7 @@ from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.orchestration import inline_launcher
 from skyrl_train.orchestration.inline_launcher import InlineRank, SharedProcessGroup
 from skyrl_train.utils.random_state import RandomState
-from skyrl_train.weight_sync.plan import RankPlace, Route, plan_routes
+from skyrl_train.weight_sync.plan import RankLocation, Route, plan_routes
 from skyrl_train_testing.weight_holders import HolderInfo
 
 
@@ -92,7 +92,7 @@ def test_supervised_training_on_several_ranks_is_refused(config_type: type[Super
 
 @pytest.mark.parametrize("device, colocated", [("cpu", True), ("cpu", False), ("cuda", True), ("cuda", False)])
 def test_weights_stay_in_process(device: Any, colocated: bool):
-    engines, ranks = [HolderInfo(node="here", gpus=["a"])], [RankPlace(node="here", gpu="a")]
+    engines, ranks = [HolderInfo(node="here", gpus=["a"])], [RankLocation(node="here", gpu="a")]
     where: dict[str, Any] = {"colocated": colocated, "device": device, "remote": False, "one_process": True}
     assert plan_routes("auto", engines, ranks, **where) == [Route("shared_memory")]
     assert plan_routes("delta", engines, ranks, **where) == [Route("shared_memory", "delta")]

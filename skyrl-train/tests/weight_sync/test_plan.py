@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.weight_sync.plan import RankPlace, Route, init_infos_for, plan_routes
+from skyrl_train.weight_sync.plan import RankLocation, Route, init_infos_for, plan_routes
 from skyrl_train_testing.weight_holders import HolderInfo
 
-HERE, THERE = RankPlace(node="here"), RankPlace(node="there")
+HERE, THERE = RankLocation(node="here"), RankLocation(node="there")
 SHARED_CPU: dict[str, Any] = {"colocated": True, "device": "cpu", "remote": False}
 SHARED_GPU: dict[str, Any] = SHARED_CPU | {"device": "cuda"}
 APART_CPU: dict[str, Any] = SHARED_CPU | {"colocated": False}
@@ -18,7 +18,7 @@ REMOTE: dict[str, Any] = {"colocated": False, "device": "cpu", "remote": True}
 def route(strategy: Any, where: dict[str, Any], *, node: str = "here", gpu: str = "a") -> Route:
     """The route to one engine, of a policy of one rank on `here` and GPU `a`."""
     gpus = [gpu] if where["device"] == "cuda" else []
-    ranks = [RankPlace(node="here", gpu="a" if gpus else None)]
+    ranks = [RankLocation(node="here", gpu="a" if gpus else None)]
     [planned] = plan_routes(strategy, [HolderInfo(node=node, gpus=gpus)], ranks, **where)
     return planned
 
@@ -96,19 +96,19 @@ def test_ranks_serve_engines_of_same_machine_round_robin():
 @pytest.mark.parametrize("strategy", ["auto", "cuda_ipc"])
 def test_each_gpu_is_served_by_rank_on_same_gpu(strategy):
     """Ranks are numbered otherwise than GPUs, and the second engine spreads over two of them."""
-    ranks = [RankPlace(node="here", gpu=gpu) for gpu in "dbac"]
+    ranks = [RankLocation(node="here", gpu=gpu) for gpu in "dbac"]
     engines = [HolderInfo(node="here", gpus=gpus) for gpus in (["a"], ["b", "c"], ["d"])]
     routes = plan_routes(strategy, engines, ranks, **SHARED_GPU)
     assert routes == [Route("cuda_ipc", sources=sources) for sources in ((2,), (1, 3), (0,))]
 
 
 def test_engine_with_unknown_gpus_may_use_any_handle_of_machine():
-    ranks = [RankPlace(node=node, gpu=gpu) for node, gpu in (("here", "a"), ("there", "b"), ("here", "c"))]
+    ranks = [RankLocation(node=node, gpu=gpu) for node, gpu in (("here", "a"), ("there", "b"), ("here", "c"))]
     assert plan_routes("auto", [HolderInfo(node="here")], ranks, **SHARED_GPU) == [Route("cuda_ipc", sources=(0, 2))]
 
 
 def test_engine_on_gpu_without_rank_is_served_through_host():
-    ranks = [RankPlace(node="here", gpu="a")]
+    ranks = [RankLocation(node="here", gpu="a")]
     engines = [HolderInfo(node="here", gpus=["a", "b"])]
     assert plan_routes("auto", engines, ranks, **SHARED_GPU) == [Route("shared_memory")]
 
@@ -116,7 +116,7 @@ def test_engine_on_gpu_without_rank_is_served_through_host():
 @pytest.mark.parametrize("node, transport", [("here", "shared_memory"), ("there", "broadcast")])
 def test_deltas_are_sent_by_rank_0_only(node: str, transport: str):
     engines = [HolderInfo(node="here"), HolderInfo(node=node)]
-    routes = plan_routes("delta", engines, [HERE, RankPlace(node="there")], **SHARED_CPU)
+    routes = plan_routes("delta", engines, [HERE, RankLocation(node="there")], **SHARED_CPU)
     assert routes == [Route(transport, "delta")] * 2  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from tx.errors import RequestError
-from tx.tinker.pieces import to_array
+from tx.tinker.chunked_lists import to_array
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 SERVER, ENGINE = "server", "engine"

@@ -100,17 +100,17 @@ export async function curvesPage({ run, query, head }, main, signal) {
   const count = new Set(Object.values(merged).flat()).size;
   const none = count ? null : el("p", { class: "quiet" }, "No step has ended yet.");
   const summary = el("div", { class: "card" }, facts([["Model", head.model], ["Environment", head.environment], ["Seed", head.seed], ["Seconds a step", head.step_seconds && number(head.step_seconds, 3)], ["Running for", head.started && duration(head.updated - head.started)]]));
-  const signs = el("div", { class: "signs" });
-  const drawSigns = (found) => signs.replaceChildren(...found.map((text) => el("p", { class: "notice" }, text)));
-  drawSigns(head.signs);
+  const diagnostics = el("div", { class: "diagnostics" });
+  const drawDiagnostics = (found) => diagnostics.replaceChildren(...found.map((text) => el("p", { class: "notice" }, text)));
+  drawDiagnostics(head.diagnostics);
   main.replaceChildren(
-    el("section", {}, summary, signs),
+    el("section", {}, summary, diagnostics),
     el("section", {}, bar, overview, none),
     count ? el("section", {}, el("div", { class: "row spread" }, el("h2", {}, "All metrics", el("span", { class: "quiet small" }, `  ${count}`)), search), lists) : "",
   );
   const known = own.names.length;
   return async (now) => {
-    drawSigns(now.signs);
+    drawDiagnostics(now.diagnostics);
     cache = new Map();
     const names = (await api("metrics", { run })).names;
     if (names.length !== known && !known) return void dispatchEvent(new Event("hashchange"));

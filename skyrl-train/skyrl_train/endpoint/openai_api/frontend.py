@@ -18,11 +18,11 @@ from skyrl_train.endpoint.errors import (
     build_too_busy_error,
     convert_engine_error,
 )
-from skyrl_train.endpoint.openai_api.answer_form import build_constraint, get_thought_mode, parse_output_format
 from skyrl_train.endpoint.openai_api.generation import EngineRequester, GeneratedChoice, Prompt
 from skyrl_train.endpoint.openai_api.payloads import Envelope, Payload
 from skyrl_train.endpoint.openai_api.prompts import ChatOptions, EndpointTemplate
 from skyrl_train.endpoint.openai_api.replies import ChatReply, CompletionReply, Reply
+from skyrl_train.endpoint.openai_api.response_format import build_constraint, get_thought_mode, parse_output_format
 from skyrl_train.endpoint.openai_api.sampling import build_sampling_keywords, check_defaults, check_supported
 from skyrl_train.endpoint.openai_api.schema import (
     ChatRequest,

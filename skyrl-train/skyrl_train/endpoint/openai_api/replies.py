@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from skyrl_gym.chat.tool_calls import before_tool_calls, split_tool_calls
-from skyrl_train.endpoint.openai_api.answer_form import ThoughtMode
 from skyrl_train.endpoint.openai_api.generation import GeneratedChoice, Prompt, find_stop
 from skyrl_train.endpoint.openai_api.payloads import (
     Envelope,
@@ -21,6 +20,7 @@ from skyrl_train.endpoint.openai_api.payloads import (
     call_deltas,
 )
 from skyrl_train.endpoint.openai_api.prompts import EndpointTemplate
+from skyrl_train.endpoint.openai_api.response_format import ThoughtMode
 from skyrl_train.endpoint.openai_api.schema import ChatRequest, CompletionRequest
 from skyrl_train.endpoint.openai_api.thoughts import Thinking, split_thought
 from skyrl_train.endpoint.openai_api.tool_calls import ToolSyntax

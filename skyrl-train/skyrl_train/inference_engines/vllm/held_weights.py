@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from skyrl_train.inference_engines.vllm.held_layers import (
+from skyrl_train.inference_engines.vllm.layer_regions import (
     LayerReader,
     Region,
     find_expert_regions,

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.inference_engines.vllm.held_layers import is_experts
 from skyrl_train.inference_engines.vllm.held_weights import HeldComparison, HeldWeights, NamedTensor
+from skyrl_train.inference_engines.vllm.layer_regions import is_experts
 from skyrl_train.inference_engines.vllm.weight_names import WeightNames
 from skyrl_train.weight_sync.base import ProcessReport
 from skyrl_train.weight_sync.fingerprint import Verification

@@ -6,7 +6,7 @@ import numpy as np
 
 from skyrl_gym.suggestions import did_you_mean
 from tx.errors import RequestError
-from tx.tinker.pieces import to_array
+from tx.tinker.chunked_lists import to_array
 from tx.tinker.types import Datum, LoraSpec, SampleParams, SampleSpec, TrainingPass
 from tx.tinker.wire.codec import TrainingRequest
 from tx.tinker.wire.losses import ELSEWHERE, LOSS_RULES, TARGETS, LossRule, fill_default_config

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from tx.errors import RequestError
-from tx.tinker.pieces import list_of, to_array
+from tx.tinker.chunked_lists import list_of, to_array
 from tx.tinker.types import Datum, PassOutput, SampleOutput, Sequence, TargetLogProbs
 from tx.tinker.wire import tinker_wire_pb2 as pb
 from tx.tinker.wire.losses import TARGETS, fill_default_config, fill_default_inputs

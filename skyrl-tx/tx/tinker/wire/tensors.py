@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from tx.errors import RequestError
-from tx.tinker.pieces import to_array
+from tx.tinker.chunked_lists import to_array
 from tx.tinker.wire import tinker_wire_pb2 as pb
 
 MAX_DENSE_ELEMENTS = 2**25

@@ -30,7 +30,7 @@ from skyrl_train.inference_engines.request import Completion
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.backends.torch.adapter_slots import AdapterSlots
-from tx.tinker.pieces import list_of
+from tx.tinker.chunked_lists import list_of
 from tx.tinker.types import PromptTargets, SampleOutput, SampleSpec, Sequence, TargetLogProbs
 
 _STEP_SECONDS = 86_400.0

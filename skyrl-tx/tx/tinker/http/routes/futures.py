@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, Request, Response
 
+from tx.tinker.chunked_lists import encode_json
 from tx.tinker.http import responses
 from tx.tinker.http.bodies import read_json, run_in_thread_if_large
 from tx.tinker.http.openapi import PROTOBUF, add_protobuf, describe_route
 from tx.tinker.http.replies import to_json_response
 from tx.tinker.http.scope import get_service, get_tenant
-from tx.tinker.pieces import encode_json
 from tx.tinker.service.results import StoredResult, TryAgain
 from tx.tinker.wire import schemas
 from tx.tinker.wire.codec import encode_pass_output_json, sample_output_json

@@ -16,7 +16,7 @@ MIN_STEPS = 12
 
 
 def find_diagnostics(read: Read, names: Iterable[str]) -> list[str]:
-    """Return a sentence for each sign, with the numbers that it is made from.
+    """Return a sentence for each diagnostic, with the numbers that it is made from.
 
     Args:
         names: of the run's metrics.

@@ -8,9 +8,9 @@ from dashboard_runs import write_run
 from starlette.testclient import TestClient
 
 from skyrl_inspect.dashboard.defaults import Defaults
+from skyrl_inspect.dashboard.diagnostics import MIN_STEPS, find_diagnostics
 from skyrl_inspect.dashboard.runs_folder import RunsFolder
 from skyrl_inspect.dashboard.server import make_app
-from skyrl_inspect.dashboard.signs import MIN_STEPS, find_diagnostics
 
 Curves = dict[str, Any]
 LEARNING: Curves = {
@@ -57,14 +57,14 @@ CHANGES: dict[str, tuple[Curves, str]] = {
 }
 
 
-def signs_of(curves: Curves) -> list[str]:
+def find_in(curves: Curves) -> list[str]:
     return find_diagnostics(lambda name: curves.get(name, []), curves)
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_diagnostic_states_its_evidence(name: str):
     changes, expected = CHANGES[name]
-    assert signs_of(LEARNING | changes) == [expected]
+    assert find_in(LEARNING | changes) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -80,18 +80,18 @@ def test_diagnostic_states_its_evidence(name: str):
     ],
 )
 def test_single_condition_raises_no_diagnostic(name: str, spared_by: Curves):
-    assert signs_of(LEARNING | CHANGES[name][0] | spared_by) == []
+    assert find_in(LEARNING | CHANGES[name][0] | spared_by) == []
 
 
 def test_healthy_short_or_empty_runs_have_no_diagnostics():
-    assert signs_of(LEARNING) == []
+    assert find_in(LEARNING) == []
     everything: Curves = LEARNING
     for changes, _ in CHANGES.values():
         everything = everything | changes
-    assert len(signs_of(everything)) == 4
-    assert signs_of(everything | {"reward/avg_raw_reward": [0.5] * (MIN_STEPS - 1)}) == []
-    assert signs_of({"reward/avg_raw_reward": [0.5] * 16}) == []
-    assert signs_of({}) == []
+    assert len(find_in(everything)) == 4
+    assert find_in(everything | {"reward/avg_raw_reward": [0.5] * (MIN_STEPS - 1)}) == []
+    assert find_in({"reward/avg_raw_reward": [0.5] * 16}) == []
+    assert find_in({}) == []
 
 
 def test_run_page_shows_diagnostics(tmp_path: Path):
@@ -99,5 +99,5 @@ def test_run_page_shows_diagnostics(tmp_path: Path):
     for step in range(1, MIN_STEPS + 1):
         run.append_metrics(step, {"reward/avg_raw_reward": 0.5, "generate/stop_reason/length": 0.5})
     with TestClient(make_app(RunsFolder(tmp_path), Defaults()), base_url="http://localhost") as client:
-        found = client.get("/api/run", params={"run": "cut"}).json()["signs"]
+        found = client.get("/api/run", params={"run": "cut"}).json()["diagnostics"]
     assert found == ["50% of the responses are truncated at the length limit."]

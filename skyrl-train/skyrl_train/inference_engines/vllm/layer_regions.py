@@ -18,7 +18,7 @@ import torch
 from skyrl_train.weight_sync.fingerprint import VerificationSample
 from skyrl_train.weight_sync.one_hot import as_computed, columns_by_products
 
-Place = tuple[slice | int, ...]
+Slices = tuple[slice | int, ...]
 VllmLayer = Any
 """Layer of a vLLM class, imported only in its worker processes."""
 
@@ -37,8 +37,8 @@ class Region:
 
     layer: VllmLayer
     parameter: str
-    source: Place
-    held: Place
+    source: Slices
+    held: Slices
     computed: bool = False
 
     def sample_expected(self, tensor: torch.Tensor, sampling: VerificationSample) -> torch.Tensor:
@@ -102,7 +102,7 @@ def find_layer_regions(layer: torch.nn.Module, parameter: str, part: int | None,
     return [Region(layer, parameter, _find_whole_region(shape), _find_whole_region(shape))]
 
 
-def _find_whole_region(shape: torch.Size) -> Place:
+def _find_whole_region(shape: torch.Size) -> Slices:
     return tuple(slice(0, size) for size in shape)
 
 
@@ -287,7 +287,7 @@ def find_expert_regions(layer: VllmLayer, kind: str, expert: int | None, shape: 
     return regions
 
 
-def _find_local_experts(layer: VllmLayer, expert: int | None, shape: torch.Size) -> tuple[Place, Place] | None:
+def _find_local_experts(layer: VllmLayer, expert: int | None, shape: torch.Size) -> tuple[Slices, Slices] | None:
     """Locate this process's experts: indices in the tensor (empty for a single expert's tensor) and in the layer."""
     config, manager = layer.moe_config, layer.expert_map_manager
     if config.num_experts != config.num_logical_experts or manager.num_fused_shared_experts:

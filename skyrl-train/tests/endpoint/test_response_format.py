@@ -11,8 +11,8 @@ from pydantic import BaseModel, Field
 
 from skyrl_gym.chat.tool_calls import split_tool_calls
 from skyrl_train.endpoint.errors import ApiError
-from skyrl_train.endpoint.openai_api.answer_form import build_constraint, get_thought_mode, parse_output_format
 from skyrl_train.endpoint.openai_api.prompts import EndpointTemplate
+from skyrl_train.endpoint.openai_api.response_format import build_constraint, get_thought_mode, parse_output_format
 from skyrl_train.endpoint.openai_api.schema import ChatRequest, parse_fields
 from skyrl_train.inference_engines.native.constrained import ConstraintCompiler
 from skyrl_train_testing.tiny_models import build_character_tokenizer
