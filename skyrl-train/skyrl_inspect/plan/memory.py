@@ -4,6 +4,7 @@ A phase is estimated at the moment at which it needs most. Shapes: t tokens of a
 q queries and k keys of a token, f width of the feed-forward layer, C tokens of a chunk of logits, V words.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -271,7 +272,10 @@ def estimate_engine(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> Engi
         keeps_prefixes = generator.enable_prefix_caching and not shape.num_linear_layers
         prefixes = min(gib * 2**30, wanted * length * bytes_a_token) if keeps_prefixes else 0.0
         cache = full * (length * bytes_a_token + bytes_beside) + prefixes
-        return EnginePlan(weights, working, cache, 0.0, bytes_a_token, full, wanted)
+        graphs = 0.0
+        if device.kind == "cuda" and not generator.resolve_enforce_eager(device.kind) and not shape.experts:
+            graphs = _estimate_replay_bytes(full, length, shape)
+        return EnginePlan(weights, working, cache, graphs, bytes_a_token, full, wanted)
     tokens = max(generator.max_num_batched_tokens, generator.max_num_seqs)
     states = 2 * number * shape.hidden + 3 * number * shape.feed_forward / tensor
     # Sampling has the logits of every request in float32, and a copy.
@@ -318,6 +322,14 @@ def _estimate_graph_bytes(max_num_seqs: int, num_layers: float) -> float:
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
     num_graphs = sum(size <= 2 * max_num_seqs for size in sizes) + sum(size <= max_num_seqs for size in sizes)
     return num_graphs * num_layers * _BYTES_OF_A_GRAPH
+
+
+def _estimate_replay_bytes(num_rows: int, length: int, shape: ModelShape) -> float:
+    """Return the memory of the native engine's CUDA graphs, if it captures one for each padded number of rows and of
+    keys (`native/decode_graphs.py`: two sizes from each power of two to the next, from 4 rows and 256 keys on), and of
+    the logits that they share."""
+    sizes = [1 + math.ceil(2 * math.log2(max(1.0, most / least))) for most, least in ((num_rows, 4), (length, 256))]
+    return sizes[0] * sizes[1] * shape.num_layers * _BYTES_OF_A_GRAPH + 4 * num_rows * shape.words
 
 
 # ---- devices

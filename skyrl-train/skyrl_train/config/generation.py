@@ -121,8 +121,8 @@ class GeneratorConfig(BaseConfig):
     """Fraction of a GPU's memory that an engine may use (vllm, sglang)."""
 
     enforce_eager: bool | None = None
-    """Run the model without compilation and CUDA graphs: slower generation, faster start, no memory for graphs (vllm,
-    sglang). null: graphs on GPUs, none on a CPU."""
+    """Run the model without CUDA graphs (vllm: and compilation): slower generation, faster start, no memory for
+    graphs. null: graphs on GPUs, none on a CPU."""
 
     enable_prefix_caching: bool = True
     """Cache keys and values of prompts and responses for later requests with the same prefix, until the weights

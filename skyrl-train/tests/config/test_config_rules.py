@@ -192,7 +192,7 @@ def remote(urls: list[str], **settings) -> dict:
             dict(backend="native", inference_engine_tensor_parallel_size=2),
             "generator.backend=native",
         ),
-        (dict(backend="native", enforce_eager=False), "enforce_eager=False"),
+        (dict(backend="native", max_num_batched_tokens=7), "max_num_batched_tokens=7"),
         (
             dict(inference_engine_tensor_parallel_size=2, inference_engine_expert_parallel_size=3),
             "expert_parallel_size=3",

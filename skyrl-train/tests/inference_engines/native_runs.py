@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer
 
 from skyrl_gym.concurrency import gather_or_cancel
@@ -25,10 +26,15 @@ from skyrl_train_testing.engine_conformance.transfer import WeightPath
 PROMPT = [5, 9, 12, 30, 7]
 
 
-def make_core(path: str, dtype: str = "float32", **settings: Any) -> NativeEngineCore:
-    model = load_model(path, device=torch.device("cpu"), dtype=dtype, model_config_kwargs=None, trust_remote_code=False)
+def make_core(path: str, dtype: str = "float32", device: str = "cpu", **settings: Any) -> NativeEngineCore:
+    model = load_model(
+        path, device=torch.device(device), dtype=dtype, model_config_kwargs=None, trust_remote_code=False
+    )
     given: dict[str, Any] = {"max_num_seqs": 64, "eos_ids": ()} | settings
-    return NativeEngineCore(model, max_model_len=512, decode=lambda ids: "".join(map(chr, ids)), **given)
+    core = NativeEngineCore(model, max_model_len=512, decode=lambda ids: "".join(map(chr, ids)), **given)
+    if core._runner.graphs is not None and device == "cpu":
+        check_captures(core)
+    return core
 
 
 def random_prompts(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
@@ -48,6 +54,46 @@ def run(core: NativeEngineCore, requests: list[Request], late: Iterable[Request]
             core.add_request(joining.pop(0))
         done |= core.step()
     return [done[request] for request in requests]
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fail where a value of a tensor is needed on the host, or decides a shape: neither can be captured."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount"), name
+        masks = args[1] if name in ("index", "index_put", "index_put_") else []
+        assert not any(mask is not None and mask.dtype == torch.bool for mask in masks), f"{name} with a mask"
+        return func(*args, **(kwargs or {}))
+
+
+def get_addresses(core: NativeEngineCore) -> list[int]:
+    """Return the addresses of everything that a decoding pass reads and writes from outside."""
+    graphs, loras = core._runner.graphs, core.loras
+    assert graphs is not None
+    tensors = [*core.model.parameters(), *core.model.buffers(), *core._cache.tensors(), core._cache._all_rows]
+    for layer in loras._layers.values():
+        tensors += [layer.a, layer.b, layer.scaling]  # pyright: ignore[reportAttributeAccessIssue]
+    return [tensor.data_ptr() for tensor in (*tensors, graphs._inputs, graphs._logits)]
+
+
+def check_captures(core: NativeEngineCore) -> None:
+    """Make a core's replays fail where a captured graph would: if a pass reads values on the host, or uses memory that
+    has been replaced since its capture."""
+    graphs = core._runner.graphs
+    assert graphs is not None
+
+    def capture(compute: Callable[[], None]) -> Callable[[], None]:
+        addresses = get_addresses(core)
+
+        def replay() -> None:
+            assert get_addresses(core) == addresses
+            with NoHostReads():
+                compute()
+
+        return replay
+
+    graphs._capture = capture
 
 
 def log_probs_of(model: Any, prompt: Any, answer: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

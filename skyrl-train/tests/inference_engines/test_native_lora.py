@@ -160,6 +160,49 @@ def test_request_is_bit_exact_among_other_adapters(tiny_models, adapter, name):
         assert same_bits(answer, expected), f"prompt of {len(request.prompt)} tokens, {request.lora}"
 
 
+def test_replayed_passes_keep_adapted_completions_bit_exact(tiny_models, adapter):
+    """With one adapter for all rows, with several, and with another of more ranks and layers under the same name."""
+    path = tiny_models("qwen3")
+    folders = [adapter(path, 1), adapter(path, 2, rank=30, target_modules=ATTENTION), adapter(path, 3, rank=40)]
+    prompts = random_prompts([1, 5, 31, 40])
+
+    def answers(**settings: Any) -> list[Completion]:
+        core, completions = make_core(path, **settings), []
+        for loaded in (folders[:1], folders[:2], folders[2:]):
+            loras = [load(core, folder, str(index), version=index) for index, folder in enumerate(loaded)]
+            for own in (loras[:1], [None], [*loras, None]):
+                requests = [
+                    Request(prompt, EngineSamplingParams(max_tokens=9 + i), (5, i), own[i % len(own)])
+                    for i, prompt in enumerate(prompts)
+                ]
+                completions += run(core, requests, late=requests[1::2])
+        return completions
+
+    assert all(map(same_bits, answers(use_graphs=True), answers()))
+
+
+def test_replayed_pass_isolates_adapter_with_nan(tiny_models, adapter):
+    path = tiny_models("qwen3")
+    core = make_core(path, use_graphs=True)
+    sound, broken = load(core, adapter(path, 1), "sound"), load(core, adapter(path, 2), "broken")
+    with torch.inference_mode():
+        for layer in core.loras._layers.values():
+            layer.b[broken.slot] = torch.nan  # pyright: ignore[reportAttributeAccessIssue]
+    params, prompts = EngineSamplingParams(max_tokens=12), random_prompts([20, 30, 40])
+    loras = [sound, None, broken]
+    requests = [Request(prompt, params, (0, 0), lora) for prompt, lora in zip(prompts, loras, strict=True)]
+    done: dict[Request, Any] = {}
+    for request in requests:
+        core.add_request(request)
+    while core.num_running or core.num_waiting:
+        done |= core.step()
+    assert isinstance(done[requests[2]], FloatingPointError)
+    other = make_core(path)
+    again = [Request(prompts[0], params, (0, 0), load(other, adapter(path, 1))), Request(prompts[1], params, (0, 0))]
+    for request, expected in zip(requests[:2], run(other, again), strict=True):
+        assert same_bits(done[request], expected)
+
+
 @pytest.mark.first_case
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_drafts_keep_adapted_completions_bit_exact(tiny_models, adapter, name):

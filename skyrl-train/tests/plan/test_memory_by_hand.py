@@ -149,6 +149,15 @@ def test_engine_cache_is_memory_left_by_weights():
     assert (eager.graphs, eager.cache) == (0, plan.cache + plan.graphs)
 
 
+def test_native_engine_plans_graphs_on_gpus():
+    cfg = settings(**{"generator.backend": "native", "generator.max_num_seqs": 8})
+    # 4, 6 and 8 rows, 256 keys; two layers; float32 logits of 8 rows.
+    assert estimate_engine(cfg, shape(), GPU).graphs == 3 * 2 * 0.4e6 + 4 * 8 * shape().words
+    assert estimate_engine(cfg, shape(), replace(GPU, kind="cpu")).graphs == 0
+    cfg.generator.enforce_eager = True
+    assert estimate_engine(cfg, shape(), GPU).graphs == 0
+
+
 def test_engines_keep_host_weights_for_partial_syncs_and_sglang():
     def host(strategy: str, backend: str = "vllm") -> float:
         cfg = settings(**{

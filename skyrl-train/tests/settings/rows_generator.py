@@ -73,6 +73,12 @@ def every_engine(bench: Bench, settings: Settings) -> Any:
     return All(*vllm_and_sglang(bench, settings).parts, native(bench, settings))
 
 
+def every_engine_on_gpu(bench: Bench, settings: Settings) -> Any:
+    """All must change."""
+    native_on_gpu = build_engine_factory(bench.config({**settings, "generator.backend": "native"}), "cuda").keywords
+    return All(*vllm_and_sglang(bench, settings).parts, native_on_gpu)
+
+
 def _engine_settings(config: SkyRLConfig) -> EngineSettings:
     given = dict(build_engine_factory(config, "cuda").keywords)
     for name in ("control_timeout_seconds", "start_timeout_seconds", "request_timeout_seconds"):
@@ -159,7 +165,7 @@ ROWS = [
     Row("generator.max_num_seqs", 7, every_engine),
     Row("generator.max_num_batched_tokens", 77, vllm_and_sglang),
     Row("generator.gpu_memory_utilization", 0.5, vllm_and_sglang),
-    Row("generator.enforce_eager", True, vllm_and_sglang),
+    Row("generator.enforce_eager", True, every_engine_on_gpu),
     Row("generator.enable_prefix_caching", False, every_engine),
     Row("generator.enable_chunked_prefill", False, every_engine),
     Row("generator.fully_sharded_loras", True, vllm, ADAPTERS),

@@ -29,13 +29,15 @@ class SlotCache(Cache):
         self.max_length = round_up(max_length, KEY_BLOCK)
         self.num_rows = 0
         self.length = 0
+        self.generation = 0
+        """Number of times that the memory was replaced."""
         self._used = 0, 0
         self._keys: list[torch.Tensor | None] = [None] * num_layers
         self._values: list[torch.Tensor | None] = [None] * num_layers
         self._states: dict[int, DeltaState] = {}
         self._num_advancing = 0
         self._prefill: list[tuple[int, int, int]] | None = None
-        self._rows = torch.empty(0, dtype=torch.long)
+        self._rows = self._all_rows = torch.empty(0, dtype=torch.long)
         self._positions = torch.empty(0, dtype=torch.long)
         self._num_keys = 0
 
@@ -70,6 +72,7 @@ class SlotCache(Cache):
     def _resize(self, rows: int, width: int) -> None:
         """Move the contents to memory of another size."""
         self.num_rows, self.length = rows, width
+        self.generation += 1
         for tensors in (self._keys, self._values):
             for layer, held in enumerate(tensors):
                 if held is not None:
@@ -86,6 +89,7 @@ class SlotCache(Cache):
     def release(self) -> None:
         """Free all memory; the next `reserve` allocates again."""
         self.num_rows = self.length = 0
+        self.generation += 1
         self._keys = [None] * len(self._keys)
         self._values = [None] * len(self._values)
         self._states = {}
@@ -107,8 +111,11 @@ class SlotCache(Cache):
         self._prefill, self._num_advancing = None, num_advancing
         self._positions = positions
         self._num_keys = num_keys
-        if len(self._rows) != len(positions) or self._rows.device != positions.device:
-            self._rows = torch.arange(len(positions), device=positions.device)[:, None]
+        # All rows at once: captured passes read this memory again (`decode_graphs.py`).
+        if len(self._all_rows) < len(positions) or self._all_rows.device != positions.device:
+            self._all_rows = torch.arange(max(self.max_rows, len(positions)), device=positions.device)[:, None]
+            self.generation += 1
+        self._rows = self._all_rows[: len(positions)]
 
     def update(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object

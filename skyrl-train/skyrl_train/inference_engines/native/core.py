@@ -12,6 +12,7 @@ from skyrl_train.expert_routes import ExpertRoutes
 from skyrl_train.inference_engines.base import DraftCounts, StopReason, TokenDelta, TopLogProbs
 from skyrl_train.inference_engines.constraints import ConstraintFailed
 from skyrl_train.inference_engines.native.attention import KEY_BLOCK, round_up
+from skyrl_train.inference_engines.native.device_copies import download, upload
 from skyrl_train.inference_engines.native.draft_model import DraftModel
 from skyrl_train.inference_engines.native.prefix_cache import PrefixCache
 from skyrl_train.inference_engines.native.prompt_scores import score_prompts
@@ -72,6 +73,7 @@ class NativeEngineCore:
         max_drafting: maximum number of running requests with drafting
         draft_model: model that proposes drafts; None: prompt lookup
         routing: expert routing of a mixture, if completions include routes; None: no routes
+        use_graphs: decode by replay of captured passes (`decode_graphs.py`)
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class NativeEngineCore:
         max_drafting: int = MAX_DRAFTING,
         draft_model: DraftModel | None = None,
         routing: RoutingReplay | None = None,
+        use_graphs: bool = False,
     ):
         self._runner = ModelRunner(
             model,
@@ -99,6 +102,7 @@ class NativeEngineCore:
             max_cache_tokens=max_cache_tokens,
             max_loras=max_loras,
             routing=routing,
+            use_graphs=use_graphs,
         )
         if self._runner.has_states:  # states within a row are unknown: no prefix to start from or to roll back to
             max_prefix_tokens = num_draft_tokens = 0
@@ -247,7 +251,7 @@ class NativeEngineCore:
     def release_cache(self) -> None:
         """Free the memory of the cache. Only while nothing runs."""
         assert not self._rows, "the cache is in use"
-        self._cache.release()
+        self._runner.release()
         self.clear_prefixes()
         self._prefixes.release()
         if self.draft_model is not None:
@@ -368,7 +372,7 @@ class NativeEngineCore:
         if not count or self._cache.max_tokens == math.inf:
             return True
         longest = max(int(self._rows.max_length[:count].max()), self._get_token_limit(request))
-        rows, length = self._cache.compute_size(self._runner.round_up_rows(count + 1), longest)
+        rows, length = self._cache.compute_size(self._runner.pad_decode_rows(count + 1), longest)
         return rows * length <= self._cache.max_tokens
 
     def _get_token_limit(self, request: Request) -> int:
@@ -468,7 +472,7 @@ class NativeEngineCore:
         if not num_decoded:
             return torch.stack(parts)
         # Padding rows write to the cache too: none may belong to a request.
-        num_computed = min(self._runner.round_up_rows(num_decoded), count)
+        num_computed = min(self._runner.pad_decode_rows(num_decoded), count)
         decoded = self._decode(num_computed, drafts[:num_computed], num_decoded)[:, 0]
         return torch.cat([decoded[:num_decoded], torch.stack(parts)]) if parts else decoded
 
@@ -478,7 +482,7 @@ class NativeEngineCore:
         """
         rows, width = self._rows, 1 + max(map(len, drafts))
         last = rows.length[:count] - 1
-        self._cache.reserve(self._runner.round_up_rows(count), int(rows.length[: len(rows)].max()) + width - 1)
+        self._cache.reserve(self._runner.pad_decode_rows(count), int(rows.length[: len(rows)].max()) + width - 1)
         ids = np.zeros((count, width), np.int64)
         ids[:, 0] = rows.tokens[np.arange(count), last]
         for row, own in enumerate(drafts):
@@ -495,10 +499,10 @@ class NativeEngineCore:
         rows, own = self._rows, places.rows
         batch, lengths = rows.get_sampling_batch(self._device), rows.length[own] + places.offsets
         if len(own) > len(rows):
-            batch = batch.select_rows(torch.from_numpy(own).to(self._device))
+            batch = batch.select_rows(upload(own, self._device))
         uniform = None
         if not batch.all_greedy:
-            uniform = torch.from_numpy(compute_uniforms(rows.key[own], lengths)).to(self._device)
+            uniform = upload(compute_uniforms(rows.key[own], lengths), self._device)
         penalized = batch.repetition_penalty is not None
         return sample(
             logits,
@@ -516,9 +520,8 @@ class NativeEngineCore:
         Returns: the finished requests.
         """
         rows, count = self._rows, len(self._rows)
-        tokens, log_probs = draw.tokens.cpu().numpy(), draw.log_probs.cpu().numpy()
-        top_ids = None if draw.top_ids is None else draw.top_ids.cpu().numpy()
-        top_log_probs = None if draw.top_log_probs is None else draw.top_log_probs.cpu().numpy()
+        top = [] if draw.top_ids is None or draw.top_log_probs is None else [draw.top_ids, draw.top_log_probs]
+        tokens, log_probs, *tops = download([draw.tokens, draw.log_probs, *top])
         is_accepted = places.compute_accepted(drafts, tokens)
         rows.num_drafted[:count] += np.bincount(places.rows) - 1
         stopped, finite, ended = np.zeros((3, count), np.bool_)
@@ -528,8 +531,8 @@ class NativeEngineCore:
             own = places.rows[chosen]
             versions = self.loras.get_versions(rows.lora_slot[own], self.weight_version)
             stopped[own] = rows.append(own, tokens[chosen], log_probs[chosen], versions)
-            if top_ids is not None and top_log_probs is not None:
-                rows.append_top(own, top_ids[chosen], top_log_probs[chosen])
+            if tops:
+                rows.append_top(own, tops[0][chosen], tops[1][chosen])
             finite[own] = np.isfinite(log_probs[chosen])
             # A failed row is dropped here; its tokens would look like a completion truncated by its budget.
             unmatched = [rows.requests[row] in rows.failures for row in own.tolist()] if rows.failures else False

@@ -173,6 +173,8 @@ class NativeInferenceEngine(InferenceEngineInterface):
         speculative_model: smaller model with the same tokens that proposes drafts, in the engine's dtype, with fixed
             weights. None: prompt lookup
         speculative_max_seqs: maximum number of running requests with drafting; more saturate the processor anyway
+        enforce_eager: decode without CUDA graphs (`decode_graphs.py`). False on a CPU: the same padded passes, without
+            graphs. None: graphs on CUDA
     """
 
     def __init__(
@@ -201,6 +203,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         num_speculative_tokens: int = 0,
         speculative_max_seqs: int = MAX_DRAFTING,
         speculative_model: str | None = None,
+        enforce_eager: bool | None = None,
     ):
         _check_sizes(max_num_seqs, prefix_cache_gib, num_speculative_tokens, speculative_max_seqs, speculative_model)
         self._model_path, self._dtype, self._device = model_path, dtype, get_indexed_device(device)
@@ -228,6 +231,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
                 speculative_model, trust_remote_code, min(max_num_seqs, speculative_max_seqs), max_length
             ),
             routing=RoutingReplay(model, "trainer.policy.routing_replay=R3") if return_expert_routes else None,
+            use_graphs=self._device.type == "cuda" if enforce_eager is None else not enforce_eager,
         )
         self._constraints = ConstraintCompiler(self._tokenizer, self._core.vocabulary, eos_ids)
         self._weights = EngineWeights(model, self._device, update_timeout_seconds)

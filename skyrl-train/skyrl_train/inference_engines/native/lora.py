@@ -101,6 +101,16 @@ def group_rows_by_slot(slots: np.ndarray, device: torch.device, *, apart: bool) 
     )
 
 
+@dataclass(frozen=True)
+class SlotOfRows:
+    """Adapter of every row of a pass, known on the device alone: all adapters process all rows, and each row takes the
+    result of its own. For captured passes (`decode_graphs.py`), whose kernels do not depend on which rows use which.
+    """
+
+    slots: torch.Tensor
+    """[B], `NO_LORA` where a row uses none."""
+
+
 class _AdaptedLayer:
     """Adapter matrices of all slots in one layer. A slot that does not adapt this layer is zero."""
 
@@ -144,6 +154,21 @@ class _AdaptedLayer:
     @property
     def device(self) -> torch.device:
         return self.a.device
+
+    def add_by_row(self, output: torch.Tensor, input: torch.Tensor, slots: torch.Tensor) -> None:
+        """Add the adapters of rows with one token each, in place; see `SlotOfRows`.
+
+        Args:
+            output, input: [B, 1, out] and [B, 1, in], or without the second dimension
+            slots: [B]
+        """
+        x = input.reshape(1, len(slots), -1).expand(len(self.a), -1, -1)
+        added = torch.bmm(
+            torch.bmm(x, self.a.transpose(1, 2)).mul_(self.scaling), self.b.transpose(1, 2)
+        )  # [S, B, out]
+        # Selected, not multiplied by zero: no row sees the values of another row's adapter, even if they are NaN.
+        own = added[slots.clamp(min=0), torch.arange(len(slots), device=slots.device)]
+        output.view(len(slots), -1).add_(own.masked_fill_((slots < 0)[:, None], 0))
 
     def add_to(self, output: torch.Tensor, input: torch.Tensor, groups: Groups, rank: int) -> None:
         """Add the rows' adapters to the layer's output in place.
@@ -231,7 +256,9 @@ class Loras:
         self._rank = RANK_BLOCK
         """Rank of the stacks: the largest of any adapter so far."""
         self._serials = 0
-        self._groups: Groups | None = None
+        self.layout = 0
+        """Number of changes of the adapted layers and of their memory."""
+        self._groups: Groups | SlotOfRows | None = None
         self._rank_of_pass = RANK_BLOCK
         self._key: bytes = b""
 
@@ -305,6 +332,7 @@ class Loras:
 
     def to(self, device: torch.device) -> None:
         """Move all matrices."""
+        self.layout += 1
         for layer in self._layers.values():
             layer.to(device)
         self._key = b""
@@ -319,6 +347,10 @@ class Loras:
             of_rows = None if self._groups is None else torch.from_numpy(slots.copy()).to(self._device)
             for adapters in self._experts.values():
                 adapters.slots = of_rows
+
+    def begin_by_row(self, slots: torch.Tensor | None) -> None:
+        """Set the adapters of the next pass's rows [B], given on the device; None: no row uses one."""
+        self._groups, self._key = None if slots is None else SlotOfRows(slots), b""
 
     def get_versions(self, slots: np.ndarray, otherwise: int) -> np.ndarray | int:
         """Return the version of each row's adapter, `otherwise` without one."""
@@ -344,10 +376,12 @@ class Loras:
         self._rank = max(self._rank, rank)
         more = np.zeros(max(num_slots, 1 << slot.bit_length()) - num_slots, np.int64)
         self._versions, self._ranks = np.append(self._versions, more), np.append(self._ranks, more)
+        self.layout += 1
         for layer in self._layers.values():
             layer.grow(len(self._versions), self._rank)
 
     def _wrap_layers(self, name: str) -> None:
+        self.layout += 1
         if name not in self._modules:
             self._wrap_experts(name)
             return
@@ -356,7 +390,9 @@ class Loras:
         self._layers[name] = layer
 
         def add(_module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            if self._groups is not None:
+            if isinstance(self._groups, SlotOfRows):
+                layer.add_by_row(output, inputs[0], self._groups.slots)
+            elif self._groups is not None:
                 layer.add_to(output, inputs[0], self._groups, self._rank_of_pass)
 
         self._hooks[name] = module.register_forward_hook(add)
@@ -377,6 +413,7 @@ class Loras:
         layer = self._layers[name]
         layer.clear(slot)
         if not layer.users:
+            self.layout += 1
             del self._layers[name]
             if name in self._hooks:
                 self._hooks.pop(name).remove()

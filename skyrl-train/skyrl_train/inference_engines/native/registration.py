@@ -35,9 +35,10 @@ def _check_keywords(keywords: Iterable[str]) -> None:
             raise ConfigError(f"generator.engine_init_kwargs.{name} is not a parameter of the native engine; {hint}")
 
 
-def _build_keywords(cfg: "SkyRLConfig", _device: str) -> dict[str, Any]:
+def _build_keywords(cfg: "SkyRLConfig", device: str) -> dict[str, Any]:
     generator = cfg.generator
     return dict(
+        enforce_eager=generator.resolve_enforce_eager("cuda" if device == "cuda" else "cpu"),
         enable_prefix_caching=generator.enable_prefix_caching,
         enable_chunked_prefill=generator.enable_chunked_prefill,
     )
@@ -51,7 +52,6 @@ def _build_keywords(cfg: "SkyRLConfig", _device: str) -> dict[str, Any]:
             *(f"inference_engine_{kind}_parallel_size" for kind in ("tensor", "pipeline", "data", "expert")),
             "max_num_batched_tokens",
             "gpu_memory_utilization",
-            "enforce_eager",
             "fully_sharded_loras",
         ),
         is_in_process=True,

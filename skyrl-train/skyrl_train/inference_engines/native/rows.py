@@ -8,6 +8,7 @@ import torch
 
 from skyrl_train.inference_engines.constraints import ConstraintFailed
 from skyrl_train.inference_engines.native.attention import KEY_CHUNK, SharedKeys
+from skyrl_train.inference_engines.native.device_copies import upload
 from skyrl_train.inference_engines.native.requests import Request
 from skyrl_train.inference_engines.native.sampling import Biases, SamplingBatch
 from skyrl_train.inference_engines.native.speculation import SamplingPositions
@@ -196,7 +197,7 @@ class RowTable:
             # A row without permitted tokens would sample from NaN: permit the end token.
             together = mask[own] | outside
             mask[own] = np.where(together.all(-1, keepdims=True), outside, together)
-        return torch.from_numpy(mask).to(device)
+        return upload(mask, device)
 
     def compute_biases(self, rows: np.ndarray, device: torch.device) -> Biases | None:
         """Compute the values that `logit_bias`, `frequency_penalty` and `presence_penalty` add to the logits [N, V] of
@@ -221,9 +222,9 @@ class RowTable:
                 entries += [(place, *entry) for entry in zip(ids.tolist(), values.tolist(), strict=True)]
         places, tokens, values = zip(*entries, strict=True) if entries else ((), (), ())
         return Biases(
-            torch.tensor(places, dtype=torch.long, device=device),
-            torch.tensor(tokens, dtype=torch.long, device=device),
-            torch.tensor(values, dtype=torch.float32, device=device),
+            upload(np.array(places, np.int64), device),
+            upload(np.array(tokens, np.int64), device),
+            upload(np.array(values, np.float32), device),
         )
 
     def collect_penalized_tokens(self, rows: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -231,7 +232,7 @@ class RowTable:
         longest = int(self.length[rows].max())
         inside = np.arange(longest) < self.length[rows, None]
         tokens = np.where(inside, self.tokens[rows, :longest], self.tokens[rows, :1])
-        return torch.from_numpy(tokens).to(device)
+        return upload(tokens, device)
 
     def _build_sampling_batch(self, device: torch.device) -> SamplingBatch:
         params = [request.params for request in self.requests]

@@ -4,6 +4,7 @@ and adapter slots; independent of requests and scheduling.
 Dimensions: n rows, P tokens of a prompt, T tokens it is padded to, D hidden width, V vocabulary.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,11 +25,19 @@ from skyrl_train.inference_engines.native.attention import (
     round_up,
 )
 from skyrl_train.inference_engines.native.cache import SlotCache
+from skyrl_train.inference_engines.native.decode_graphs import DecodeGraphs, DecodeShape, pad_size
+from skyrl_train.inference_engines.native.device_copies import upload
 from skyrl_train.inference_engines.native.lora import Loras
 from skyrl_train.inference_engines.native.prompt_scores import Head, apply_logit_rules
+from skyrl_train.inference_engines.native.requests import NO_LORA
 from skyrl_train.models.linear_attention import replace_delta_nets
 from skyrl_train.models.routing_replay import KEYWORD, RoutingPass, RoutingReplay
 from skyrl_train.models.scoring import read_logit_rule
+
+logger = logging.getLogger(__name__)
+
+MIN_GRAPH_KEYS = 8 * KEY_BLOCK
+"""Smallest padded number of keys of a decoding pass by graphs."""
 
 
 class ModelRunner:
@@ -44,6 +53,7 @@ class ModelRunner:
         max_cache_tokens: capacity of the cache (rows x length); None: no limit
         max_loras: maximum number of loaded adapters
         routing: expert routing of a mixture with recorded routes; None: not recorded
+        use_graphs: decode by `DecodeGraphs`, if the model can be
     """
 
     def __init__(
@@ -55,6 +65,7 @@ class ModelRunner:
         max_cache_tokens: int | None,
         max_loras: int,
         routing: RoutingReplay | None = None,
+        use_graphs: bool = False,
     ):
         self.model = model
         self.routes = np.zeros((0, 0, 0), np.uint8)
@@ -65,7 +76,15 @@ class ModelRunner:
         self.loras = Loras(model, max_loras=max_loras)
         self.has_states = replace_delta_nets(model) > 0
         """True if the model has linear attention: a row's past is a state, known only after its last token."""
-        self.shares_keys = self.device.type == "cpu" and model.dtype == torch.float32 and not self.has_states
+        self.graphs: DecodeGraphs | None = None
+        """Captured decoding passes; None: the model's kernels are launched one by one."""
+        if use_graphs and (obstacle := self._find_graph_obstacle()):
+            logger.info("decoding runs without CUDA graphs: %s", obstacle)
+        elif use_graphs:
+            vocabulary = model.get_output_embeddings().out_features  # pyright: ignore
+            self.graphs = DecodeGraphs(self._compute_decode, vocabulary, self.device)
+        on_cpu = self.device.type == "cpu" and model.dtype == torch.float32
+        self.shares_keys = on_cpu and not self.has_states and self.graphs is None
         """True if decoding reads shared keys once: requires that equal tokens have bit-identical keys."""
         self._row_multiple = get_row_multiple(model)
         self._logit_rule = read_logit_rule(model.config)
@@ -83,6 +102,19 @@ class ModelRunner:
         ones.
         """
         return round_up(max(num_rows, MIN_ROWS), self._row_multiple)
+
+    def pad_decode_rows(self, num_rows: int) -> int:
+        """Return the number of computed rows of a decoding pass over `num_rows` sequences."""
+        own = self.round_up_rows(num_rows)
+        if self.graphs is None:
+            return own
+        return min(round_up(pad_size(own, MIN_ROWS), self._row_multiple), self.cache.max_rows)
+
+    def release(self) -> None:
+        """Free the memory of cache and graphs. Graphs also hold the addresses of weights, which a sleep replaces."""
+        self.cache.release()
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def prefill(
         self, rows: list[int], prompts: Sequence[np.ndarray], starts: Sequence[int], slots: np.ndarray
@@ -103,16 +135,16 @@ class ModelRunner:
         for index, rest in enumerate(rests):
             ids[index, : len(rest)] = rest
         is_whole = not any(starts)
-        own = [0] if is_whole else starts  # rows that all begin at 0 share a mask
-        positions = torch.tensor(own, device=self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
+        own = np.array([0] if is_whole else starts, np.int64)  # rows that all begin at 0 share a mask
+        positions = upload(own[:, None] + np.arange(ids.shape[1]), self.device)
         self.cache.begin_prefill(rows, list(starts), [len(prompt) for prompt in prompts])
         if self.loras:
             # A prompt has enough tokens for its own product; rows are not gathered.
             self.loras.begin(slots, apart=True)
-        self._prompts_end = torch.tensor([len(rest) - 1 for rest in rests], device=self.device)
+        self._prompts_end = upload(np.array([len(rest) - 1 for rest in rests], np.int64), self.device)
         self._slots = slots
         try:
-            logits = self._forward(torch.from_numpy(ids), AttentionStep(positions, is_whole))
+            logits = self._forward(ids, AttentionStep(positions, is_whole))
             return self._hidden, logits[: len(rows), 0]
         finally:
             self._prompts_end, self._hidden = None, torch.empty(0)
@@ -136,18 +168,51 @@ class ModelRunner:
         Returns: [n, T, V] float32 logits
         """
         count, width = ids.shape
+        if self.graphs is not None and width == 1:
+            return self._replay_decode(self.graphs, ids[:, 0], positions[:, 0], slots)[:count, None]
         # Padding rows have token 0 at the first positions and write into unused rows of the cache.
         num_filling = self.round_up_rows(count) - count
         filling = np.broadcast_to(np.arange(width), (num_filling, width))
-        where = torch.from_numpy(np.concatenate([positions, filling])).to(self.device)
+        where = upload(np.concatenate([positions, filling]), self.device)
         self.cache.begin_decode(where, round_up(int(positions.max()) + 1, KEY_BLOCK), num_new)
         if self.loras:
             self.loras.begin(pad_slots(slots, len(where)), apart=False)
-        tokens = torch.from_numpy(np.pad(ids, ((0, num_filling), (0, 0))))
+        tokens = np.pad(ids, ((0, num_filling), (0, 0)))
         if shared is not None and num_filling:  # in the first group: their keys are finite
             with_filling = torch.cat([shared.groups[0], torch.arange(count, len(where))])
             shared = replace(shared, groups=(with_filling, *shared.groups[1:]))
         return self._forward(tokens, AttentionStep(where, is_decode=True, shared=shared))[:count]
+
+    def _replay_decode(
+        self, graphs: DecodeGraphs, ids: np.ndarray, positions: np.ndarray, slots: np.ndarray
+    ) -> torch.Tensor:
+        """Compute `decode` for one token [n] of each row, by a pass of a padded shape: [padded n, V]."""
+        # Padding rows have token 0 at position 0 of unused rows of the cache, and no adapter.
+        inputs = np.zeros((self.pad_decode_rows(len(ids)), 3), np.int64)
+        inputs[:, 2] = NO_LORA
+        inputs[: len(ids)] = np.stack([ids, positions, slots], axis=1)
+        num_keys = min(pad_size(int(positions.max()) + 1, MIN_GRAPH_KEYS), self.cache.length)
+        shape = DecodeShape(len(inputs), num_keys, is_adapted=bool((slots != NO_LORA).any()))
+        self.num_forwards += 1
+        state = self.cache.generation, self.loras.layout
+        return graphs.run(inputs, shape, max_rows=self.cache.num_rows, state=state)
+
+    def _compute_decode(self, inputs: torch.Tensor, shape: DecodeShape) -> torch.Tensor:
+        """Compute logits [rows, V] of inputs [rows, 3], without reading values on the host: it may be captured."""
+        positions = inputs[:, 1:2]
+        self.cache.begin_decode(positions, shape.num_keys, shape.num_rows)
+        self.loras.begin_by_row(inputs[:, 2] if shape.is_adapted else None)
+        return self._call_model(inputs[:, :1], AttentionStep(positions, is_decode=True))[:, 0]
+
+    def _find_graph_obstacle(self) -> str | None:
+        """Return why decoding passes of this model cannot be captured; None if they can."""
+        if self.has_states:
+            return "states of linear attention advance in a number of rows that changes with every pass"
+        if self._routing is not None:
+            return "routes of experts are copied to the host in every pass (return_expert_routes)"
+        if any(hasattr(module, "_is_expert_parallel") for module in self.model.modules()):
+            return "the shapes of a mixture's products depend on the routes of its tokens"
+        return None
 
     def build_head(self, slots: np.ndarray) -> Head:
         """Build the output layer for tokens of rows with these adapters [n]. Every token is a separate row, so results
@@ -162,21 +227,25 @@ class ModelRunner:
 
         return logits
 
-    def _forward(self, ids: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+    def _forward(self, ids: np.ndarray, step: AttentionStep) -> torch.Tensor:
         """Compute float32 logits [rows, T, V] of the tokens that reach the output layer."""
         inputs: dict[str, Any] = {} if self._routing is None else {KEYWORD: RoutingPass()}
-        output = self.model(
-            input_ids=ids.to(self.device),
+        logits = self._call_model(upload(ids, self.device), step, **inputs)
+        self.num_forwards += 1
+        if self._routing is not None:
+            self.routes = _collect_routes(inputs[KEYWORD], self._routing)
+        return logits.float()
+
+    def _call_model(self, ids: torch.Tensor, step: AttentionStep, **inputs: Any) -> torch.Tensor:
+        """Compute logits [rows, T, V] in the model's dtype, with the cache."""
+        return self.model(
+            input_ids=ids,
             position_ids=step.positions.expand(len(ids), -1),
             past_key_values=self.cache,
             use_cache=True,
             native_step=step,
             **inputs,
-        )
-        self.num_forwards += 1
-        if self._routing is not None:
-            self.routes = _collect_routes(inputs[KEYWORD], self._routing)
-        return output.logits.float()
+        ).logits
 
     def _select_last_tokens(self, _module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> object:
         """Reduce the input of the output layer from prompts [n, T, D] to their last tokens [filled n, 1, D]."""
