@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "skyrl-train" / "skyrl_train"
 
 LAYERS = [
-    {"errors", "types", "env_vars", "config"},
+    {"errors", "types", "env_vars", "config", "library_versions"},
     {"training_batch", "expert_routes", "kept_tokens", "utils"},
     {"algorithms"},
     {"models", "distributed"},

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from skyrl_train.models.cache_argument import find_cache_argument
 from skyrl_train.models.packing import PackedRows
 
 LINEAR_ATTENTION = "linear_attention"
@@ -88,6 +89,7 @@ class DeltaNet:
         self._module: Any = module
         # transformers' functions decide themselves whether to use a kernel of another library.
         self._own = module.forward
+        self._cache_argument = find_cache_argument(module.forward, "cache_params")
         self._functions: Any = sys.modules[type(module).__module__]
 
     def __call__(
@@ -96,6 +98,7 @@ class DeltaNet:
         cache_params: Any = None,
         attention_mask: torch.Tensor | None = None,
         *,
+        cache: Any = None,
         packed_rows: PackedRows | None = None,
         native_step: Any = None,
         **others: Any,
@@ -104,10 +107,12 @@ class DeltaNet:
 
         Args:
             hidden_states: [1, N, D] of packed rows, else [B, T, D].
-            cache_params: a `DeltaCache` with a `native_step`.
+            cache, cache_params: a `DeltaCache` with a `native_step`, by either name.
         """
+        cache_params = cache if cache_params is None else cache_params
         if packed_rows is None and native_step is None:
-            return self._own(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **others)
+            given = {self._cache_argument: cache_params}
+            return self._own(hidden_states, attention_mask=attention_mask, **given, **others)
         if attention_mask is not None:
             raise ValueError(f"{type(self._module).__name__} received a mask together with packed rows")
         # Projections see all tokens in one product, as adapters on them expect; only later operations depend on rows.

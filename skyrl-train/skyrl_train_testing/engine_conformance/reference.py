@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from skyrl_train.models.cache_argument import find_cache_argument, get_cache
+
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -92,7 +94,8 @@ class Reference:
         with self.holding(old):
             before = self.model(rows[:, :num_read], use_cache=True)
         with self.holding(new):
-            after = self.model(rows[:, num_read:], past_key_values=before.past_key_values, use_cache=True)
+            held = {find_cache_argument(self.model.forward): get_cache(before)}
+            after = self.model(rows[:, num_read:], use_cache=True, **held)
         return torch.cat([before.logits, after.logits], dim=1)[0]
 
     def _take(self, weights: Weights) -> None:

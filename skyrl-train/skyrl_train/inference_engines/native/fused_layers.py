@@ -25,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from skyrl_train.inference_engines.native.attention import AttentionStep, compute_native_attention
 from skyrl_train.inference_engines.native.cache import SlotCache
 from skyrl_train.inference_engines.native.packed_linear import PackedLinears
+from skyrl_train.models.cache_argument import get_cache
 
 _FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 """Model types of transformers with decoder layers as above."""
@@ -80,7 +81,7 @@ class FusedDecoder:
         decoder = self._decoder
         if native_step is None:  # not a pass of the engine: another cache and attention
             return type(decoder).forward(decoder, **keywords)
-        cache: SlotCache = keywords["past_key_values"]
+        cache: SlotCache = get_cache(keywords)
         hidden_states = keywords.get("inputs_embeds")
         if hidden_states is None:
             hidden_states = decoder.embed_tokens(keywords["input_ids"])

@@ -30,6 +30,7 @@ from skyrl_train.inference_engines.native.device_copies import upload
 from skyrl_train.inference_engines.native.lora import Loras
 from skyrl_train.inference_engines.native.prompt_scores import Head, apply_logit_rules
 from skyrl_train.inference_engines.native.requests import NO_LORA
+from skyrl_train.models.cache_argument import find_cache_argument
 from skyrl_train.models.linear_attention import replace_delta_nets
 from skyrl_train.models.routing_replay import KEYWORD, RoutingPass, RoutingReplay
 from skyrl_train.models.scoring import read_logit_rule
@@ -87,6 +88,7 @@ class ModelRunner:
         self.shares_keys = on_cpu and not self.has_states and self.graphs is None
         """True if decoding reads shared keys once: requires that equal tokens have bit-identical keys."""
         self._row_multiple = get_row_multiple(model)
+        self._cache_argument = find_cache_argument(model.forward)
         self._logit_rule = read_logit_rule(model.config)
         num_layers = model.config.get_text_config().num_hidden_layers
         max_cache = math.inf if max_cache_tokens is None else max_cache_tokens
@@ -241,9 +243,9 @@ class ModelRunner:
         return self.model(
             input_ids=ids,
             position_ids=step.positions.expand(len(ids), -1),
-            past_key_values=self.cache,
             use_cache=True,
             native_step=step,
+            **{self._cache_argument: self.cache},
             **inputs,
         ).logits
 
