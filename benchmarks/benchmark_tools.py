@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 512
 PAD, END, START = "<pad>", "<end>", "<start>"
@@ -21,14 +22,38 @@ CHAT_TEMPLATE = (
 
 
 def make_word_model(
-    folder: str | Path, *, hidden: int = 256, layers: int = 4, head_dim: int = 64, context: int
+    folder: str | Path,
+    *,
+    hidden: int = 256,
+    layers: int = 4,
+    head_dim: int = 64,
+    context: int,
+    device: str = "cpu",
+    **config: Any,
 ) -> None:
-    """Write an untrained float32 Qwen3 (3.3 million parameters by default) and its tokenizer, one word per token."""
+    """Write an untrained Qwen3 (3.3 million float32 parameters by default) and its tokenizer, one word per token.
+
+    Args:
+        device: that draws the weights.
+        config: fields of `Qwen3Config`, instead of those that follow from the other sizes.
+    """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    words = [*SPECIAL_WORDS, *(f"w{number}" for number in range(VOCABULARY - len(SPECIAL_WORDS)))]
+    heads = hidden // head_dim
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 2),
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "dtype": "float32",
+    } | config
+    words = [*SPECIAL_WORDS, *(f"w{number}" for number in range(sizes["vocab_size"] - len(SPECIAL_WORDS)))]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
@@ -40,23 +65,11 @@ def make_word_model(
         clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)
     torch.manual_seed(0)
-    heads = hidden // head_dim
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 2),
-        head_dim=head_dim,
-        max_position_embeddings=context,
-        tie_word_embeddings=True,
-        eos_token_id=words.index(END),
-        pad_token_id=words.index(PAD),
-        bos_token_id=None,
-        dtype="float32",
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    ends = {"eos_token_id": words.index(END), "pad_token_id": words.index(PAD), "bos_token_id": None}
+    qwen = Qwen3Config(**sizes, **ends, tie_word_embeddings=True)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(qwen)
+    model.to(getattr(torch, sizes["dtype"])).save_pretrained(folder)
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

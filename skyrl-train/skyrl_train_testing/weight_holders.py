@@ -50,10 +50,12 @@ class WeightHolder:
         self.receiver: WeightReceiver | None = None
 
     @classmethod
-    def of_shapes(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> Self:
+    def of_shapes(
+        cls, shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype, device: torch.device = CPU
+    ) -> Self:
         """Make tensors of ones. Called in the engine's process: tensors that travel there would share their memory with
         the trainer's."""
-        return cls((name, torch.ones(shape, dtype=dtype)) for name, shape in shapes)
+        return cls(((name, torch.ones(shape, dtype=dtype, device=device)) for name, shape in shapes), device)
 
     def weight_version(self) -> int:
         return self.version

@@ -16,18 +16,12 @@ pytestmark = [
 SHAPES = [(f"p{index}", (1000, 1000)) for index in range(8)]
 
 
-class HolderOnGpu(WeightHolder):
-    def __init__(self) -> None:
-        device = torch.device("cuda", 0)
-        super().__init__(((name, torch.ones(shape, device=device)) for name, shape in SHAPES), device)
-
-
 @pytest.mark.parametrize("most", [4_000_000, 64_000_000])
 def test_engine_on_same_gpu_has_trainer_weights(most: int):
     """`send` compares fingerprints of every byte; two tensors a bucket, then all in one."""
     device = torch.device("cuda", 0)
     infos = init_infos_for([Route("cuda_ipc")], [HolderInfo()], verification="full")
-    with HolderProcesses(1, partial(HolderOnGpu)) as engines:
+    with HolderProcesses(1, partial(WeightHolder.of_shapes, SHAPES, torch.float32, device)) as engines:
         engines.wait_for_start()
         sender = BlockingSender(engines.engines, infos, device, max_bucket_bytes=most)
         for version in (1, 2, 3):
