@@ -114,13 +114,14 @@ def group_of_one() -> Iterator[None]:
 
     from skyrl_train.distributed.process_group import find_free_port, init_process_group
     from skyrl_train.orchestration.inline_launcher import model_thread
+    from skyrl_train.utils.gpus import get_indexed_device
 
     init_process_group(
         rank=0,
         world_size=1,
         master_address="127.0.0.1",
         master_port=find_free_port(),
-        device=torch.device("cpu"),
+        device=get_indexed_device("cuda" if torch.cuda.is_available() else "cpu"),  # its group has a CPU's backend, too
         timeout_seconds=60,
     )
     yield

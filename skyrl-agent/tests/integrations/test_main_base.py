@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -74,6 +75,20 @@ def test_ray_run_gives_same_rewards(trained: Run, tmp_path: Path):
     name = "reward/avg_raw_reward"
     rewards, expected = ([step[name] for step in each.metrics if name in step] for each in (run, trained))
     assert len(rewards) == 2 and rewards == expected[:2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+def test_agent_trains_with_vllm_on_gpu(tmp_path: Path):
+    run = Run(tmp_path)
+    drawers.save_model_that_knows_calls(run.model)
+    run.start(
+        *("ray", "trainer.placement.device=cuda", "generator.backend=vllm", "generator.enforce_eager=true"),
+        *("generator.gpu_memory_utilization=0.2", "trainer.max_training_steps=2", "trainer.eval_before_train=false"),
+    )
+    for step in run.metrics[:2]:
+        assert step["rollout_metrics/finish_tool_ratio"] > 0.5
+        assert step["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-2
 
 
 def test_agent_learns_to_use_tool(trained: Run):

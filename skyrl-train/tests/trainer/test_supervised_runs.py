@@ -44,7 +44,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]
 
 def run(config_type: type[SupervisedConfig], path: str, data: str, run_dir: Path, **trainer: Any) -> list[dict]:
     """Runs with some settings, in processes if there are several ranks; every logged step."""
-    ranks = trainer.pop("ranks", 1)
+    ranks, device = trainer.pop("ranks", 1), trainer.pop("device", "cpu")
     policy = {"model": {"path": path, **trainer.pop("model", {})}, "optimizer_config": {"lr": trainer.pop("lr", 1e-2)}}
     settings = {
         "data": {"train_data": [data], "val_data": [data], "max_length": 64},
@@ -52,7 +52,7 @@ def run(config_type: type[SupervisedConfig], path: str, data: str, run_dir: Path
             "run_dir": str(run_dir),
             "policy": policy,
             "placement": {
-                "device": "cpu",
+                "device": device,
                 "launcher": "ray" if ranks > 1 else "inline",
                 "policy_num_gpus_per_node": ranks,
             },
@@ -72,6 +72,15 @@ def run(config_type: type[SupervisedConfig], path: str, data: str, run_dir: Path
 
 def column(steps: list[dict], name: str) -> list[float]:
     return [step[name] for step in steps if name in step]
+
+
+@pytest.mark.gpu
+def test_supervised_steps_on_gpu_match_cpu(chat_model, demonstrations, tmp_path):
+    on_cpu, on_gpu = (
+        run(SupervisedConfig, chat_model, demonstrations, tmp_path / device, device=device)
+        for device in ("cpu", "cuda")
+    )
+    assert column(on_gpu, "train/loss") == pytest.approx(column(on_cpu, "train/loss"), rel=1e-3)
 
 
 @pytest.mark.slow
@@ -105,9 +114,12 @@ def test_supervised_run_resumes_exactly(chat_model, demonstrations, tmp_path):
     assert column(halves, "train/grad_norm") == column(whole, "train/grad_norm")
 
 
-@pytest.mark.slow
-def test_preference_pairs_are_separated(chat_model, preferences, tmp_path):
-    steps = run(PreferenceConfig, chat_model, preferences, tmp_path, lr=1e-3, max_training_steps=20)
+DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_preference_pairs_are_separated(device, chat_model, preferences, tmp_path):
+    steps = run(PreferenceConfig, chat_model, preferences, tmp_path, lr=1e-3, max_training_steps=20, device=device)
     assert column(steps, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)  # policy = reference: no preference
     first, last = column(steps, "eval/loss")
     assert first == pytest.approx(math.log(2), abs=1e-5)
