@@ -5,7 +5,7 @@
 Each setting trains (or scores with) a random Qwen3 of about 80 MB of float32 weights in fresh processes: a batch of two
 micro-batches, two steps. Measured is the peak resident set of the rank that needs most, above what it held when it had
 joined its group and computed with a model of 0.1 MB in the same backend. Estimated is
-`skyrl_inspect.plan.memory.estimate_worker_phases`.
+`skyrl_train.memory_plan.memory.estimate_worker_phases`.
 """
 
 import argparse
@@ -26,10 +26,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from skyrl_inspect.plan.memory import Phase, estimate_worker_phases
-from skyrl_inspect.plan.model_shape import compute_model_shape
 from skyrl_train.config import SkyRLConfig, training_backends
 from skyrl_train.distributed.process_group import find_free_port
+from skyrl_train.memory_plan.memory import Phase, estimate_worker_phases
+from skyrl_train.memory_plan.model_shape import compute_model_shape
 from skyrl_train.training_backends.base import ModelName, RankInfo, TrainingBackend
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.utils.memory_peaks import MemoryPeaks

@@ -36,6 +36,7 @@ LAYERS = [
         "batch_preparation",
         "hooks",
         "step_plan",
+        "memory_plan",
         "supervised",
     }
     | {"trainer", "training_run", "fully_async_trainer", "distillation_trainer", "teachers"},

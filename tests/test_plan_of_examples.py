@@ -10,11 +10,11 @@ import pytest
 from composed_scripts import EXAMPLE_ENTRY_POINTS, REPOSITORY, Command, checked_config, commands_of
 
 from skyrl_inspect.plan.changes import apply_overrides
-from skyrl_inspect.plan.devices import find_device
-from skyrl_inspect.plan.memory import MemoryPlan, estimate_memory, list_roles
-from skyrl_inspect.plan.model_shape import ModelShape, compute_model_shape, load_model_config
-from skyrl_inspect.plan.shapes import load_shapes
 from skyrl_inspect.plan.speed import step_time
+from skyrl_train.memory_plan.devices import find_device
+from skyrl_train.memory_plan.memory import MemoryPlan, estimate_memory, list_roles
+from skyrl_train.memory_plan.model_shape import ModelShape, compute_model_shape, load_model_config
+from skyrl_train.memory_plan.shapes import load_shapes
 
 CONFIGS = Path(__file__).parent / "model_configs"
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_inspect.plan.changes import Overrides, find_smallest_change, format_overrides
-from skyrl_inspect.plan.devices import DEVICES, Device, find_device, find_gpu
-from skyrl_inspect.plan.memory import estimate_memory, list_roles
 from skyrl_inspect.plan.report import format_memory, format_shapes, format_slow_step, format_times, format_undivided
-from skyrl_inspect.plan.shapes import load_shapes
 from skyrl_inspect.plan.speed import measure_factors, step_time
 from skyrl_train.config import SkyRLConfig, compose_config, validate_cfg
 from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.memory_plan.devices import DEVICES, Device, find_device, find_gpu
+from skyrl_train.memory_plan.memory import estimate_memory, list_roles
+from skyrl_train.memory_plan.shapes import load_shapes
 from skyrl_train.step_plan import step_plan
 from skyrl_train.utils.run_folder import RunFolder
 

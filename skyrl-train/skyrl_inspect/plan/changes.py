@@ -6,13 +6,13 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from skyrl_inspect.plan.backends import Role
-from skyrl_inspect.plan.devices import Device
-from skyrl_inspect.plan.memory import MemoryPlan, estimate_memory, list_roles
-from skyrl_inspect.plan.model_shape import ModelShape
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.errors import SkyRLError
+from skyrl_train.memory_plan.backends import Role
+from skyrl_train.memory_plan.devices import Device
+from skyrl_train.memory_plan.memory import MemoryPlan, estimate_memory, list_roles
+from skyrl_train.memory_plan.model_shape import ModelShape
 
 Overrides = Mapping[str, object]
 _MOST_PLANS = 1_000

@@ -2,16 +2,16 @@
 
 from loguru import logger
 
-from skyrl_inspect.plan.backends import Role
 from skyrl_inspect.plan.changes import Overrides, apply_overrides, find_smallest_change, format_overrides
-from skyrl_inspect.plan.devices import find_gpu, get_processor
-from skyrl_inspect.plan.memory import MemoryPlan, estimate_memory
-from skyrl_inspect.plan.model_shape import ModelShape
 from skyrl_inspect.plan.report import format_comparison, format_memory
-from skyrl_inspect.plan.shapes import load_shapes
 from skyrl_train.config.validation import validate_cfg
 from skyrl_train.errors import WorkerMemoryError
 from skyrl_train.hooks import TrainerHook
+from skyrl_train.memory_plan.backends import Role
+from skyrl_train.memory_plan.devices import find_gpu, get_processor
+from skyrl_train.memory_plan.memory import MemoryPlan, estimate_memory
+from skyrl_train.memory_plan.model_shape import ModelShape
+from skyrl_train.memory_plan.shapes import load_shapes
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.workers.worker import Worker
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from skyrl_inspect.plan.backends import Role, get_division_section
-from skyrl_inspect.plan.memory import EnginePlan, MemoryPlan, Phase
-from skyrl_inspect.plan.model_shape import ModelShape
 from skyrl_inspect.plan.speed import StepTime
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.memory_plan.backends import Role, get_division_section
+from skyrl_train.memory_plan.memory import EnginePlan, MemoryPlan, Phase
+from skyrl_train.memory_plan.model_shape import ModelShape
 
 SLOW_STEP_SECONDS = 3600
 """A plan with longer steps fits in memory, and is hardly what was meant."""

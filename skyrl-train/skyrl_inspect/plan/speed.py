@@ -9,11 +9,11 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from skyrl_inspect.plan.backends import Role
-from skyrl_inspect.plan.devices import Device
-from skyrl_inspect.plan.memory import BYTES, EnginePlan, list_roles
-from skyrl_inspect.plan.model_shape import ModelShape
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.memory_plan.backends import Role
+from skyrl_train.memory_plan.devices import Device
+from skyrl_train.memory_plan.memory import BYTES, EnginePlan, list_roles
+from skyrl_train.memory_plan.model_shape import ModelShape
 from skyrl_train.step_plan import needs_old_log_probs
 from skyrl_train.utils.run_folder import RunFolder
 

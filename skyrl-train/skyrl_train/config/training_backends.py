@@ -62,7 +62,7 @@ class TrainingBackendTraits:
     """Section of a model -> number of ranks that share the rows of a data-parallel rank."""
 
     memory_like: str | None = None
-    """Name of its memory estimate (`skyrl_inspect/plan/backends.py`); None: memory is not estimated."""
+    """Name of its memory estimate (`skyrl_train/memory_plan/backends.py`); None: memory is not estimated."""
 
     check_settings: Callable[["SkyRLConfig"], None] = _accept
     """Check backend-specific rules between settings. Raises ConfigError."""

@@ -8,8 +8,6 @@ import torch
 import transformers as hf
 from native_runs import log_probs_of, make_core, random_prompts, run, same_bits
 
-from skyrl_inspect.plan.memory import compute_cache_bytes
-from skyrl_inspect.plan.model_shape import compute_model_shape
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.loading import cache_bytes_of_token, load_model
@@ -17,6 +15,8 @@ from skyrl_train.inference_engines.native.packed_linear import pack_linears
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, PromptScoring, Request
 from skyrl_train.inference_engines.native.weights import EngineWeights
 from skyrl_train.inference_engines.request import Completion
+from skyrl_train.memory_plan.memory import compute_cache_bytes
+from skyrl_train.memory_plan.model_shape import compute_model_shape
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.lora import gather_exported_parameters
 from skyrl_train.models.scoring import ScoringModel

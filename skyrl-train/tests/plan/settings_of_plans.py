@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from skyrl_inspect.plan.model_shape import ModelShape
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.memory_plan.model_shape import ModelShape
 
 
 def settings(**overrides: object) -> SkyRLConfig:

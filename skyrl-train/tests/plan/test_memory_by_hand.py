@@ -6,9 +6,9 @@ from typing import Literal
 import pytest
 from settings_of_plans import settings, shape
 
-from skyrl_inspect.plan.backends import deepspeed, fsdp2, megatron
-from skyrl_inspect.plan.devices import Device, find_device
-from skyrl_inspect.plan.memory import compute_cache_bytes, estimate_engine, estimate_memory, estimate_worker_phases
+from skyrl_train.memory_plan.backends import deepspeed, fsdp2, megatron
+from skyrl_train.memory_plan.devices import Device, find_device
+from skyrl_train.memory_plan.memory import compute_cache_bytes, estimate_engine, estimate_memory, estimate_worker_phases
 
 GPU = Device("a small one", "cuda", memory=10_000.0 + 3e9, flops=1e12, bandwidth=1e12, link=1e11)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_inspect.plan.devices import get_processor
 from skyrl_inspect.plan.memory_report import MemoryReport
 from skyrl_inspect.plan.report import format_comparison
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WorkerError, WorkerMemoryError
+from skyrl_train.memory_plan.devices import get_processor
 from skyrl_train.orchestration.process_ranks import ProcessRanks
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.utils.call_errors import build_failure

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_inspect.plan.model_shape import ModelShape, compute_model_shape, load_model_config
 from skyrl_train.config.models import LoRAConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.memory_plan.model_shape import ModelShape, compute_model_shape, load_model_config
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from settings_of_plans import settings, shape
 
 from skyrl_inspect.plan.changes import apply_overrides, find_smallest_change, format_overrides
-from skyrl_inspect.plan.devices import Device
-from skyrl_inspect.plan.memory import estimate_memory
 from skyrl_train.errors import ConfigError
+from skyrl_train.memory_plan.devices import Device
+from skyrl_train.memory_plan.memory import estimate_memory
 
 LARGE = dict(parameters=7_000_000_000, trained=7_000_000_000, layer=200_000_000, outside=1_400_000_000)
 LARGE |= dict(num_layers=28, hidden=3584, words=152_064, query=3584, key=512, num_key_value_heads=4, num_heads=28)

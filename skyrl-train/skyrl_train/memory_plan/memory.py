@@ -8,12 +8,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from skyrl_inspect.plan.backends import BACKENDS, Division, Kind, Role
-from skyrl_inspect.plan.devices import Device
-from skyrl_inspect.plan.model_shape import ModelShape
 from skyrl_train.config import RefConfig, SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.config.training_backends import TrainingBackendRegistry, get_ranks_per_replica
+from skyrl_train.memory_plan.backends import BACKENDS, Division, Kind, Role
+from skyrl_train.memory_plan.devices import Device
+from skyrl_train.memory_plan.model_shape import ModelShape
 from skyrl_train.step_plan import needs_old_log_probs, rows_a_micro_batch
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from skyrl_inspect.plan.backends import Role
-from skyrl_inspect.plan.memory import list_roles
-from skyrl_inspect.plan.model_shape import ModelShape, compute_model_shape, load_model_config
 from skyrl_train.config import RefConfig, SkyRLConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
+from skyrl_train.memory_plan.backends import Role
+from skyrl_train.memory_plan.memory import list_roles
+from skyrl_train.memory_plan.model_shape import ModelShape, compute_model_shape, load_model_config
 
 
 def load_shapes(

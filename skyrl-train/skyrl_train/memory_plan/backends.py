@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from skyrl_inspect.plan.model_shape import ModelShape
 from skyrl_train.config import RefConfig, SkyRLConfig
+from skyrl_train.memory_plan.model_shape import ModelShape
 
 Role = Literal["policy", "critic", "ref"]
 Kind = Literal["cpu", "cuda"]
