@@ -9,13 +9,15 @@ Each rank is a process. Shapes: B rows, R response columns.
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.config import SkyRLConfig
@@ -435,3 +437,39 @@ def _collect_weights(backend: TrainingBackend, dtype: torch.dtype = torch.float3
     """Gather all parameters (on rank 0; elsewhere empty)."""
     gathered = {name: tensor.to("cpu", copy=True) for name, tensor in backend.gather_parameters(dtype)}
     return gathered if backend.parallel.rank == 0 else {}
+
+
+def run_steps_with_moves(backend: TrainingBackend, layout: Layout) -> list[dict[str, torch.Tensor]]:
+    """Take two steps, with nothing, everything or only the optimizer moved to host memory in between, on a CPU as on a
+    GPU. A job of the layout's ranks.
+
+    Returns: weights of each, gathered on every rank.
+    Raises:
+        AssertionError: a move copied too little or too much, or the state of an offloaded model differs.
+    """
+    rows, micro_batches = layout.divide(backend)
+    batch, found = make_backend_batch().rows(rows), []
+    with patch.object(type(backend), "frees_device", True):
+        for move in (None, backend.offload, backend.offload_optimizer):
+            backend.load_model()
+            run_step(backend, batch, micro_batches)
+            if move is not None:
+                optimizer = sum(_list_sizes(backend.iter_optimizer_state()))
+                weights = sum(_list_sizes(backend.iter_weights())) if move == backend.offload else 0
+                state = {name: tensor.clone() for name, tensor in backend.training_state()}
+                for _ in range(2):  # an offloaded model stays where it is
+                    transfer = move()
+                    assert transfer is not None and transfer.num_bytes in (0, weights + optimizer), transfer
+                    for name, tensor in backend.training_state():  # a checkpoint of an offloaded model
+                        assert torch.equal(tensor, state[name]), f"{name} differs in host memory"
+                back = backend.onload()
+                assert back is not None and back.num_bytes == weights + optimizer > 0, back
+            found.append(run_step(backend, batch, micro_batches).weights)
+    return found
+
+
+def _list_sizes(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the bytes of each storage of this rank."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    storages = (tensor.untyped_storage() for tensor in local)
+    return list({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

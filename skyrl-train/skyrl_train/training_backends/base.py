@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -20,8 +20,10 @@ from skyrl_train.distributed.ulysses import SequenceParallel, build_sequence_par
 from skyrl_train.expert_routes import no_route
 from skyrl_train.models.experts import RouterStatistics
 from skyrl_train.training_backends.checkpoint import BackgroundWrite, StateFiles, WrittenFiles, write_state
+from skyrl_train.training_backends.host_store import HostStore, Transfer
 from skyrl_train.training_backends.optimizer import LearningRateSchedule
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
+from skyrl_train.utils.cuda_allocator import release_cached_memory
 from skyrl_train.utils.device_copies import copy_to_device
 from skyrl_train.utils.gpus import get_indexed_device
 from skyrl_train.utils.storage import Place
@@ -248,11 +250,51 @@ class TrainingBackend(ABC):
         CheckpointError if the files do not fit.
         """
 
-    def offload(self) -> None:  # noqa: B027  a backend on a CPU has nothing to give
-        """Free the device's memory until `onload`."""
+    def iter_weights(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors on this rank's device that offloading moves besides the optimizer's."""
+        yield from ()
 
-    def onload(self) -> None:  # noqa: B027
-        """Reload the model to the device."""
+    def iter_optimizer_state(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors of a trained model that only the optimizer step reads."""
+        yield from ()
+
+    # ---- device memory
+
+    @property
+    def frees_device(self) -> bool:
+        """Whether offloading has device memory to free."""
+        return self.device.type == "cuda"
+
+    def offload(self) -> Transfer | None:
+        """Free the device's memory until `onload`: of weights, and of the optimizer unless
+        `optimizer_config.offload_after_step` is false."""
+        if not self.frees_device:
+            return None
+        transfer = self.host_store.offload([*self.iter_weights(), *self._list_optimizer_state()])
+        release_cached_memory(self.device)
+        return transfer
+
+    def offload_optimizer(self) -> Transfer | None:
+        """Free only the optimizer's memory until `onload`."""
+        if not self.frees_device:
+            return None
+        transfer = self.host_store.offload(self._list_optimizer_state())
+        release_cached_memory(self.device)
+        return transfer
+
+    def onload(self) -> Transfer | None:
+        """Reload to the device what was offloaded."""
+        return self.host_store.onload() if self.frees_device else None
+
+    @cached_property
+    def host_store(self) -> HostStore:
+        """Host memory of the offloaded model."""
+        return HostStore(self.device)
+
+    def _list_optimizer_state(self) -> list[torch.Tensor]:
+        if self.is_trained and self.trained_settings.optimizer_config.offload_after_step:
+            return list(self.iter_optimizer_state())
+        return []
 
     # ---- shared by backends
 

@@ -1,6 +1,6 @@
 """AdamW and the learning-rate schedule from settings, for all backends."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -70,6 +70,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of every group of parameters."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def iter_moments(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the optimizer state of all parameters except step counts."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -20,6 +20,12 @@ def enable_expandable_segments() -> None:
     _is_expandable = True
 
 
+def release_cached_memory(device: torch.device) -> None:
+    """Return memory that the allocator caches to the device, for other processes."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 @contextmanager
 def disable_expandable_segments() -> Iterator[None]:
     """Allocate in segments that another process can open: CUDA cannot export handles of expandable ones."""

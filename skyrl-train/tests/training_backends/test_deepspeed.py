@@ -10,13 +10,14 @@ import torch
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.training_backends.base import TrainingBackend
-from skyrl_train_testing.backend_checks import check_training_backend, make_backend_batch, run_step
+from skyrl_train_testing.backend_checks import check_training_backend, make_backend_batch
 from skyrl_train_testing.backend_layouts import (
     BFLOAT16,
     BackendRanks,
     Layout,
     check_layout,
     check_resuming,
+    run_steps_with_moves,
 )
 from skyrl_train_testing.findings import InvarianceError
 from skyrl_train_testing.tiny_models import build_tiny_qwen3
@@ -155,29 +156,20 @@ def test_run_resumes_with_other_stage_strategy_and_num_ranks(ranks: BackendRanks
 # ---- functions of this backend alone: jobs of its ranks
 
 
-def weights_with_and_without_moving(backend: Any, layout: Layout) -> list[dict[str, torch.Tensor]]:
-    """Take a step, move everything to the host and back as on a GPU (or not), and take another."""
-    from skyrl_train.training_backends.deepspeed.memory import build_memory_report, offload_model, onload_model
+def weights_after_moves(backend: Any, layout: Layout) -> list[dict[str, torch.Tensor]]:
+    """Take two steps, with nothing, all or the optimizer moved to host memory in between as on a GPU."""
+    from skyrl_train.training_backends.deepspeed.memory import build_memory_report
 
     kinds = [line.split()[0] for line in build_memory_report(backend.engine, backend.model, backend.stage).splitlines()]
     assert kinds[0] == "parameters" and {"moments", "gradients"} < set(kinds) and kinds[-1] == "all"
-    rows, micro_batches = layout.divide(backend)
-    batch, found = make_backend_batch().rows(rows), []
-    for is_moved in (False, True):
-        backend.load_model()
-        run_step(backend, batch, micro_batches)
-        if is_moved:
-            offload_model(backend.engine, backend.model, with_optimizer=True)
-            onload_model(backend.engine, backend.model, backend.device)
-        found.append(run_step(backend, batch, micro_batches).weights)
-    return found
+    return run_steps_with_moves(backend, layout)
 
 
 @stages(3)
 def test_offloaded_state_is_restored(ranks: BackendRanks, model: str, stage: int):
     division = layout(stage)
-    for stayed, moved in ranks.run(division, model, weights_with_and_without_moving, division):
-        assert all(torch.equal(weight, moved[name]) for name, weight in stayed.items())
+    for stayed, *others in ranks.run(division, model, weights_after_moves, division):
+        assert all(torch.equal(weight, moved[name]) for moved in others for name, weight in stayed.items())
 
 
 def taken_over_and_loaded(backend: Any, layout: Layout, other: str) -> list[dict[str, torch.Tensor]]:

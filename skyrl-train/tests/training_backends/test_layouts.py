@@ -25,6 +25,7 @@ from skyrl_train_testing.backend_layouts import (
     Tolerance,
     check_layout,
     check_resuming,
+    run_steps_with_moves,
 )
 from skyrl_train_testing.findings import InvarianceError
 from skyrl_train_testing.tiny_models import build_tiny_qwen3
@@ -76,6 +77,13 @@ def larger_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("models") / "larger"
     build_tiny_qwen3(hidden_size=32, scale=2.0, vocab_size=64, max_position_embeddings=128).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", pytest.param("megatron", marks=pytest.mark.slow)])
+def test_moves_to_host_memory_keep_results(ranks: BackendRanks, larger_model: str, name: str):
+    layout = BACKENDS[name]
+    for stayed, *others in ranks.run(layout, larger_model, run_steps_with_moves, layout):
+        assert stayed and all(torch.equal(weight, moved[name]) for moved in others for name, weight in stayed.items())
 
 
 @pytest.mark.slow

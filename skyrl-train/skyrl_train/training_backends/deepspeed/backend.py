@@ -14,12 +14,24 @@ from skyrl_train.training_backends.base import RankInfo, Step
 from skyrl_train.training_backends.checkpoint import StateFiles
 from skyrl_train.training_backends.deepspeed.engine_settings import JsonSection, build_model_settings
 from skyrl_train.training_backends.deepspeed.loading import load_on_ranks
-from skyrl_train.training_backends.deepspeed.memory import build_memory_report, offload_model, onload_model
-from skyrl_train.training_backends.deepspeed.partitions import Engine, free_gathered_parameters, write_parameter
+from skyrl_train.training_backends.deepspeed.memory import (
+    build_memory_report,
+    iter_optimizer_state,
+    iter_weights,
+    offload_gradients,
+    onload_gradients,
+)
+from skyrl_train.training_backends.deepspeed.partitions import (
+    Engine,
+    free_gathered_parameters,
+    is_trained,
+    write_parameter,
+)
 from skyrl_train.training_backends.deepspeed.process import deepspeed, join_deepspeed
 from skyrl_train.training_backends.deepspeed.replicated_optimizer import ReplicatedAdamW
 from skyrl_train.training_backends.deepspeed.training_state import gather_training_state, load_training_state
-from skyrl_train.training_backends.optimizer import build_adamw, set_learning_rate
+from skyrl_train.training_backends.host_store import Transfer
+from skyrl_train.training_backends.optimizer import build_adamw, move_optimizer_state, set_learning_rate
 from skyrl_train.training_backends.transformers_backend import TransformersBackend
 
 logger = logging.getLogger(__name__)
@@ -139,11 +151,23 @@ class DeepSpeedBackend(TransformersBackend):
 
     # ---- device memory
 
-    def offload(self) -> None:
-        if self.device.type == "cuda":
-            with_optimizer = self.is_trained and self.trained_settings.optimizer_config.offload_after_step
-            offload_model(self.engine, self.model, with_optimizer=with_optimizer)
+    def iter_weights(self) -> Iterator[torch.Tensor]:
+        return iter_weights(self.model)
 
-    def onload(self) -> None:
-        if self.device.type == "cuda":
-            onload_model(self.engine, self.model, self.device)
+    def iter_optimizer_state(self) -> Iterator[torch.Tensor]:
+        return iter_optimizer_state(self.engine, self.model)
+
+    def offload(self) -> Transfer | None:
+        if self.frees_device:
+            free_gathered_parameters(self.engine)
+            offload_gradients(self.engine)
+        return super().offload()
+
+    def onload(self) -> Transfer | None:
+        transfer = super().onload()
+        if self.frees_device:
+            onload_gradients(self.engine)
+            if is_trained(self.engine) and not self.engine.zero_use_cpu_optimizer():
+                # Moments that a checkpoint brought meanwhile.
+                move_optimizer_state(self.engine.basic_optimizer, self.device)
+        return transfer

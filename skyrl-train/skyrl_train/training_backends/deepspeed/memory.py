@@ -1,7 +1,4 @@
-"""Memory of a DeepSpeed engine: report by device, offload to host memory and onload.
-
-Models that time-share a GPU leave it between their phases.
-"""
+"""Memory of a DeepSpeed engine: report by device, and the tensors that models which time-share a GPU offload."""
 
 from collections.abc import Iterator
 
@@ -11,21 +8,15 @@ from torch import nn
 
 from skyrl_train.training_backends.deepspeed.partitions import (
     Engine,
-    free_gathered_parameters,
     get_flat_weights,
     get_local_tensor,
     is_trained,
 )
-from skyrl_train.training_backends.optimizer import move_optimizer_state
+from skyrl_train.training_backends.optimizer import iter_moments
 
-_CPU = torch.device("cpu")
-_OF_ENGINE = {
-    2: (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads),
-    3: (
-        OffloadStateTypeEnum.lp_params,
-        OffloadStateTypeEnum.lp_grads,
-        OffloadStateTypeEnum.contiguous_grad_buffer,
-    ),
+_GRADIENTS = {
+    2: (OffloadStateTypeEnum.lp_grads,),
+    3: (OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.contiguous_grad_buffer),
 }
 """Kinds of state that the engine moves itself, by stage."""
 
@@ -55,49 +46,31 @@ def build_memory_report(engine: Engine, model: nn.Module, stage: int) -> str:
     return "\n".join(f"  {kind:<16}{device:<6}{num_bytes / 1e6:>12,.1f} MB" for kind, device, num_bytes in rows)
 
 
-def offload_model(engine: Engine, model: nn.Module, *, with_optimizer: bool) -> None:
-    """Move a model, and the state of its optimizer, to host memory."""
-    free_gathered_parameters(engine)
-    stage = _get_stage(engine)
-    has_optimizer = is_trained(engine)
-    if has_optimizer and stage > 0 and not _is_offloading_parameters(engine):
-        kinds = _OF_ENGINE[max(stage, 2)]
+def offload_gradients(engine: Engine) -> None:
+    """Move the engine's gradients to host memory, and free its buffers of them."""
+    if is_trained(engine) and _get_stage(engine) > 0 and not _is_offloading_parameters(engine):
+        kinds = _GRADIENTS[max(_get_stage(engine), 2)]
         engine.offload_states(include=list(kinds), device=OffloadDeviceEnum.cpu, pin_memory=False)
-    _move_rest(model, _CPU)
-    if has_optimizer and with_optimizer and not engine.zero_use_cpu_optimizer():
-        for flat in _get_flat_weights(engine, model):
-            flat.data = flat.data.to(_CPU)
-        move_optimizer_state(engine.basic_optimizer, _CPU)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
-def onload_model(engine: Engine, model: nn.Module, device: torch.device) -> None:
-    """Move back what `offload_model` moved."""
-    stage = _get_stage(engine)
-    has_optimizer = is_trained(engine)
-    if has_optimizer and stage > 0 and not _is_offloading_parameters(engine):
+def onload_gradients(engine: Engine) -> None:
+    """Move back what `offload_gradients` moved."""
+    if is_trained(engine) and _get_stage(engine) > 0 and not _is_offloading_parameters(engine):
         engine.reload_states()
-    if not _is_offloading_parameters(engine):
-        _move_rest(model, device)
-    if has_optimizer and not engine.zero_use_cpu_optimizer():
-        for flat in _get_flat_weights(engine, model):
-            flat.data = flat.data.to(device)
-        move_optimizer_state(engine.basic_optimizer, device)
 
 
-def _move_rest(model: nn.Module, device: torch.device) -> None:
-    """Move parameters that the engine does not move: all without an optimizer, frozen ones of stages 1 and 2."""
+def iter_weights(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield this rank's part of every parameter, and the buffers."""
+    yield from map(get_local_tensor, model.parameters())
+    yield from model.buffers()
+
+
+def iter_optimizer_state(engine: Engine, model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the flat float32 weights, which stage 0 does not have, and the moments."""
     for parameter in model.parameters():
-        held = get_local_tensor(parameter)
-        held.data = held.data.to(device)
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
-
-
-def _get_flat_weights(engine: Engine, model: nn.Module) -> Iterator[torch.Tensor]:
-    flats = (get_flat_weights(engine, parameter) for parameter in model.parameters() if parameter.requires_grad)
-    yield from {id(flat): flat for flat in flats}.values()
+        if parameter.requires_grad and (flat := get_flat_weights(engine, parameter)) is not parameter:
+            yield flat
+    yield from iter_moments(engine.basic_optimizer)
 
 
 def _get_stage(engine: Engine) -> int:

@@ -23,7 +23,8 @@ from skyrl_train.training_backends.fsdp2.sharding import (
     shard_model,
 )
 from skyrl_train.training_backends.fsdp2.training_state import gather_training_state, load_training_state
-from skyrl_train.training_backends.optimizer import build_adamw, move_optimizer_state, set_learning_rate
+from skyrl_train.training_backends.host_store import Transfer
+from skyrl_train.training_backends.optimizer import build_adamw, iter_moments, move_optimizer_state, set_learning_rate
 from skyrl_train.training_backends.transformers_backend import TransformersBackend
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 
@@ -144,20 +145,19 @@ class FSDP2Backend(TransformersBackend):
 
     # ---- device memory
 
-    def offload(self) -> None:
-        if self._is_on_device:
-            if self.is_trained and self.trained_settings.optimizer_config.offload_after_step:
-                move_optimizer_state(self.optimizer, torch.device("cpu"))
-            self.model.to("cpu")
-            torch.cuda.empty_cache()
+    def iter_weights(self) -> Iterator[torch.Tensor]:
+        yield from self.model.parameters()
+        yield from self.model.buffers()
 
-    def onload(self) -> None:
-        if self._is_on_device:
-            self.model.to(self.device)
-            if self.is_trained:
-                move_optimizer_state(self.optimizer, self.device)
+    def iter_optimizer_state(self) -> Iterator[torch.Tensor]:
+        return iter_moments(self.optimizer)
+
+    def onload(self) -> Transfer | None:
+        transfer = super().onload()
+        if self.frees_device and self.is_trained:  # moments that a checkpoint brought meanwhile
+            move_optimizer_state(self.optimizer, self.device)
+        return transfer
 
     @property
-    def _is_on_device(self) -> bool:
-        """Whether there is device memory to free: not on a CPU, nor with parameters offloaded to host memory."""
-        return self.device.type == "cuda" and not self.settings.fsdp_config.cpu_offload
+    def frees_device(self) -> bool:
+        return super().frees_device and not self.settings.fsdp_config.cpu_offload

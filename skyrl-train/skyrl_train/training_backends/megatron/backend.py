@@ -30,6 +30,7 @@ from skyrl_train.training_backends.base import (
     read_scalars,
 )
 from skyrl_train.training_backends.checkpoint import StateFiles
+from skyrl_train.training_backends.host_store import Transfer
 from skyrl_train.training_backends.megatron.certificate import verify_model
 from skyrl_train.training_backends.megatron.groups import setup_groups
 from skyrl_train.training_backends.megatron.layout import ParallelSizes, check_world
@@ -274,20 +275,29 @@ class MegatronBackend(TrainingBackend):
 
     # ---- device memory
 
-    def offload(self) -> None:
-        if self.device.type == "cuda":
-            if self.is_trained:
-                self.optimizer.offload(with_state=self.trained_settings.optimizer_config.offload_after_step)
-            else:
-                self.stage.to("cpu")
-            torch.cuda.empty_cache()
+    def iter_weights(self) -> Iterator[torch.Tensor]:
+        yield from self.stage.parameters()
+        yield from self.stage.buffers()
 
-    def onload(self) -> None:
-        if self.device.type == "cuda":
-            if self.is_trained:
-                self.optimizer.onload(self.device)
-            else:
-                self.stage.to(self.device)
+    def iter_optimizer_state(self) -> Iterator[torch.Tensor]:
+        return self.optimizer.shards.iter_tensors()
+
+    def offload(self) -> Transfer | None:
+        if self.frees_device and self.is_trained:
+            self.optimizer.free_gradients()
+        return super().offload()
+
+    def offload_optimizer(self) -> Transfer | None:
+        if self.frees_device and self.is_trained:
+            self.optimizer.free_gradients()
+        return super().offload_optimizer()
+
+    def onload(self) -> Transfer | None:
+        transfer = super().onload()
+        if self.frees_device and self.is_trained:
+            self.optimizer.restore_gradients()
+            self.optimizer.shards.move(self.device)  # moments that a checkpoint brought meanwhile
+        return transfer
 
     # ---- whole parameters, files
 

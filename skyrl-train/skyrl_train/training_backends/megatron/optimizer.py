@@ -72,18 +72,15 @@ class StageOptimizer:
                         if shard.grad is not None:
                             shard.grad.mul_(factor)
 
-    def offload(self, *, with_state: bool) -> None:
-        """Free the device's memory. Args: `with_state`, offload moments and float32 weights too."""
-        if with_state:
-            self.shards.move(torch.device("cpu"))
+    def free_gradients(self) -> None:
+        """Free the memory of gradients, which are zero between steps."""
         for buffer in self._buffers:
-            buffer.offload_to_cpu()  # gradients, which are zero between steps, are freed and not copied
+            buffer.offload_to_cpu(move_params=False)
 
-    def onload(self, device: torch.device) -> None:
-        """Reload to the device."""
+    def restore_gradients(self) -> None:
+        """Allocate the gradients, as zeros."""
         for buffer in self._buffers:
-            buffer.reload_from_cpu()
-        self.shards.move(device)
+            buffer.reload_from_cpu(move_params=False)
 
     @property
     def _buffers(self) -> list[Any]:

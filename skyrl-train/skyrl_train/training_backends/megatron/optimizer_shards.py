@@ -12,6 +12,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from torch import nn
 
+from skyrl_train.training_backends.optimizer import iter_moments, move_optimizer_state
+
 Moment = Literal["exp_avg", "exp_avg_sq"]
 """Running mean of a weight's gradient, or of its square."""
 
@@ -54,16 +56,20 @@ class OptimizerShards:
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
 
+    def iter_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the float32 weights that the model does not compute with, and the moments."""
+        for part in iter_optimizers(self.optimizer):
+            for group in part.shard_fp32_from_float16_groups:
+                yield from group
+            yield from iter_moments(part.optimizer)
+
     def move(self, device: torch.device) -> None:
         """Move the optimizer tensors to a device. (Float32 weights used by the model are not copied.)"""
         for part in iter_optimizers(self.optimizer):
             for group in part.shard_fp32_from_float16_groups:
                 for shard in group:
                     shard.data = shard.data.to(device)
-            for state in part.optimizer.state.values():
-                for name, value in state.items():
-                    if value.dim() > 0:  # step counts stay where the optimizer needs them
-                        state[name] = value.to(device)
+            move_optimizer_state(part.optimizer, device)
 
     def reset(self) -> None:
         """Delete all moments."""
