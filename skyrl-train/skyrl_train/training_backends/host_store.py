@@ -8,7 +8,7 @@ valid again after `onload`, which fills the same storages.
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -135,7 +135,8 @@ def _allocate_host(size: int, *, pinned: bool) -> torch.Tensor:
     """Return bytes of host memory. They are page-locked in place: torch's allocator of pinned memory rounds sizes up to
     powers of two."""
     buffer = torch.empty(size, dtype=torch.uint8)
-    if pinned and (code := int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0))):
+    runtime: Any = torch.cuda.cudart() if pinned else None
+    if pinned and (code := int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0))):
         raise WorkerMemoryError(
             f"CUDA cannot page-lock {size / 1e9:.1f} GB of host memory for an offloaded model (error {code}): free "
             "host memory, raise the container's limit, or keep the models on the device with "
@@ -150,5 +151,5 @@ def _view_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _view_like(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
     """Return the view of a copied storage that a tensor has of the original one."""
-    first = host.storage_offset() // tensor.element_size() + tensor.storage_offset()
+    first = int(host.storage_offset()) // tensor.element_size() + int(tensor.storage_offset())
     return torch.empty(0, dtype=tensor.dtype).set_(host.untyped_storage(), first, tensor.size(), tensor.stride())
