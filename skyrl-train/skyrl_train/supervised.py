@@ -67,6 +67,7 @@ class SupervisedTrainer(TrainingRun):
             None,
             engines_share_device=cfg.trainer.placement.colocate_all,
             policy_and_ref_share=cfg.trainer.placement.colocate_policy_ref,
+            offload="all" if cfg.trainer.placement.offload == "auto" else cfg.trainer.placement.offload,
         )
         self._skipped = skipped_updates("policy", cfg, section="train")
         self.policy_model: ActorGroup
@@ -105,6 +106,7 @@ class SupervisedTrainer(TrainingRun):
 
     def log(self) -> None:
         self.all_metrics |= {"trainer/epoch": self.dataloader.epoch, "trainer/global_step": self.global_step}
+        self.all_metrics |= self.colocation.take_metrics()
         super().log()
 
     # ---- models

@@ -37,6 +37,7 @@ from skyrl_train.generators.inputs import prepare_generator_input
 from skyrl_train.generators.sampling import get_sampling_params
 from skyrl_train.inference_engines.base import SamplingKeywords
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
+from skyrl_train.memory_plan.offload import decide_offload_of_run
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.batch_calls import forward_recording_routes, train_on_batch
 from skyrl_train.orchestration.colocation import Colocation
@@ -206,6 +207,7 @@ class RayPPOTrainer(TrainingRun):
             }
         if self.global_step:
             self.write_timeline()
+        self.all_metrics |= self.colocation.take_metrics()
         super().log()
 
     @cached_property
@@ -246,6 +248,10 @@ class RayPPOTrainer(TrainingRun):
         if trainer.algorithm.uses_reference_model:
             self.ref_model = self.placement.start_group("ref", ref_worker, (self.cfg, backend), self.run_folder)
         await self.placement.check_files([*self.cfg.data.train_data, *self.cfg.data.val_data], self.run_folder)
+        decision = decide_offload_of_run(self.cfg)
+        self.colocation.offload = decision.mode
+        if decision.reason:
+            logger.info("{}", decision)
         with progress.phase("load the models"):
             await self.colocation.start(self.groups)
         self.publisher = WeightPublisher(

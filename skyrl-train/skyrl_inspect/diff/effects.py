@@ -29,6 +29,7 @@ WITHOUT_EFFECT = (
     "trainer.distillation.memory_gb",
     "trainer.algorithm.first_ratio_tolerance", "trainer.algorithm.max_rollout_gap",
     "trainer.policy.optimizer_config.offload_after_step", "trainer.critic.optimizer_config.offload_after_step",
+    "trainer.placement.offload",
     "generator.remote_inference_engine_api_key_file", "generator.served_model_name",
     "generator.weight_sync_directory", "generator.weight_sync_verification", "generator.weight_sync_canary_interval",
     "generator.weight_sync_canary_tolerance", "generator.weight_transfer_threshold_cuda_ipc_GB",

@@ -3,7 +3,7 @@
 from loguru import logger
 
 from skyrl_inspect.plan.changes import Overrides, apply_overrides, find_smallest_change, format_overrides
-from skyrl_inspect.plan.report import format_comparison, format_memory
+from skyrl_inspect.plan.report import PeakComparison, compare_peaks, format_memory
 from skyrl_train.config.validation import validate_cfg
 from skyrl_train.errors import WorkerMemoryError
 from skyrl_train.hooks import TrainerHook
@@ -11,6 +11,7 @@ from skyrl_train.memory_plan.backends import Role
 from skyrl_train.memory_plan.devices import find_gpu, get_processor
 from skyrl_train.memory_plan.memory import MemoryPlan, estimate_memory
 from skyrl_train.memory_plan.model_shape import ModelShape
+from skyrl_train.memory_plan.offload import OffloadDecision, decide_offload
 from skyrl_train.memory_plan.shapes import load_shapes
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.workers.worker import Worker
@@ -27,6 +28,7 @@ class MemoryReport(TrainerHook):
         self._shapes: dict[Role, ModelShape] = {}
         self.plan: MemoryPlan | None = None
         """None: not estimated yet, or the shape of a model is not known."""
+        self.decision = OffloadDecision("all", "")
         self.measured: dict[str, dict[str, int]] = {}
         """Model -> phase -> bytes, of the rank that needed most."""
 
@@ -50,7 +52,9 @@ class MemoryReport(TrainerHook):
         try:
             self._shapes = load_shapes(self._cfg, offline=False)
             is_gpu = self._cfg.trainer.placement.device == "cuda"
-            self.plan = estimate_memory(self._cfg, self._shapes, find_gpu() if is_gpu else get_processor())
+            device = find_gpu() if is_gpu else get_processor()
+            self.decision = decide_offload(self._cfg, self._shapes, device)
+            self.plan = estimate_memory(self.decision.apply(self._cfg), self._shapes, device)
         except Exception as error:  # the plan only informs: a model whose shape it cannot read may well train
             logger.warning("no memory estimate: {!r}", error)
             return ""
@@ -66,19 +70,31 @@ class MemoryReport(TrainerHook):
             ranks = await group.call_all(Worker.take_memory_peaks)
             phases = {phase for peaks in ranks for phase in peaks}
             self.measured[group.name] = {phase: max(peaks.get(phase, 0) for peaks in ranks) for phase in phases}
-        if lines := self._compare_with_estimates():
-            logger.info("peak memory of a rank above what it held before its model, GB:\n{}", "\n".join(lines))
-        return {
+        peaks = self._compare_with_estimates()
+        if peaks:
+            lines = "\n".join(map(str, peaks))
+            logger.info("peak memory of a rank above what it held before its model, GB:\n{}", lines)
+        metrics = {
             f"memory/{name}_{phase}_peak_gb": size / 1e9
             for name, phases in self.measured.items()
             for phase, size in phases.items()
         }
+        if self.plan is not None and self.plan.device.kind == "cuda":
+            for peak in peaks:
+                metrics[f"memory/{peak.role}_{peak.kind}_estimate_gb"] = peak.estimated / 1e9
+                if peak.is_underestimated:
+                    logger.warning(
+                        "{} needs {:.0%} of the estimated memory; if memory runs out: trainer.placement.offload=all",
+                        peak.phase,
+                        peak.measured / max(1.0, peak.estimated),
+                    )
+        return metrics
 
-    def _compare_with_estimates(self) -> list[str]:
+    def _compare_with_estimates(self) -> list[PeakComparison]:
         # Inline, all models share the process: its peaks are not those of one model.
         if self.plan is None or self._cfg.trainer.placement.launcher == "inline":
             return []
-        return format_comparison(self.plan, self.measured)
+        return compare_peaks(self.plan, self.measured)
 
     def format_advice(self) -> str:
         """Return what was estimated and measured, and settings with which the run needs less."""
@@ -86,8 +102,10 @@ class MemoryReport(TrainerHook):
             self.estimate()
         if self.plan is None:
             return "lower trainer.micro_train_batch_size_per_gpu or trainer.logprobs_chunk_size"
-        lines = [*format_memory(self.plan), *self._compare_with_estimates()]
+        lines = [*format_memory(self.plan), *map(str, self._compare_with_estimates())]
         lines += ["nothing was measured before"] if not self.is_measured else []
+        if self.decision.reason and self.decision.mode != "all":
+            lines.append(f"{self.decision}\nmore memory is free for each phase with trainer.placement.offload=all")
         change = self._find_change(self.plan)
         if change is not None:
             lines.append(f"the smallest change that is estimated to help:\n  {format_overrides(change)}")

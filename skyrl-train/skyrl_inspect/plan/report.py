@@ -1,12 +1,14 @@
 """Plan of a run as text."""
 
 from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 from skyrl_inspect.plan.speed import StepTime
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.memory_plan.backends import Role, get_division_section
 from skyrl_train.memory_plan.memory import EnginePlan, MemoryPlan, Phase
 from skyrl_train.memory_plan.model_shape import ModelShape
+from skyrl_train.memory_plan.offload import MARGIN
 
 SLOW_STEP_SECONDS = 3600
 """A plan with longer steps fits in memory, and is hardly what was meant."""
@@ -123,21 +125,42 @@ def format_undivided(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape], plan: 
     return lines
 
 
-def format_comparison(plan: MemoryPlan, measured: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Compare measured peaks of the ranks (the largest of each model) with the estimates.
+class PeakComparison(NamedTuple):
+    """Peak memory of a model's ranks in a phase, next to its estimate, in bytes."""
+
+    role: Role
+    phase: str
+    """As in the plan."""
+    kind: Literal["forward", "train"]
+    """As measured, and in the name of the metric."""
+    measured: int
+    estimated: float
+
+    @property
+    def is_underestimated(self) -> bool:
+        """Whether the decision about offloading, which allows for this much, may not hold."""
+        return self.measured > MARGIN * self.estimated
+
+    def __str__(self) -> str:
+        return (
+            f"  {self.phase:<20} measured {self.measured / 1e9:8.3f}, estimated {self.estimated / 1e9:8.3f} "
+            f"({self.measured / max(1.0, self.estimated):.2f} of it)"
+        )
+
+
+def compare_peaks(plan: MemoryPlan, measured: Mapping[str, Mapping[str, int]]) -> list[PeakComparison]:
+    """Compare measured peaks of the ranks (the largest of each model) with the estimates of one rank alone: without
+    libraries and other processes, which the allocator does not count.
 
     Args:
         measured: role -> `forward` and `train` -> bytes above what the process held before its model.
     """
-    lines = []
+    found = []
     for role, phases in plan.workers.items():
         for phase in phases:
-            kind = "train" if phase.name.startswith("train") else "forward"
+            kind: Literal["forward", "train"] = "train" if phase.name.startswith("train") else "forward"
             peak = measured.get(role, {}).get(kind)
-            on_device = phase.total + (phase.host if plan.device.kind == "cpu" else 0.0)
             if peak is not None:
-                lines.append(
-                    f"  {phase.name:<20} measured {peak / 1e9:8.3f}, estimated {on_device / 1e9:8.3f} "
-                    f"({peak / max(1.0, on_device):.2f} of it)"
-                )
-    return lines
+                estimated = phase.total + (phase.host if plan.device.kind == "cpu" else 0.0)
+                found.append(PeakComparison(role, phase.name, kind, peak, estimated))
+    return found

@@ -29,6 +29,9 @@ TrackerName = Literal[
     "console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "aim", "clearml", "comet_ml", "dvclive"
 ]
 
+OffloadMode = Literal["keep", "optimizer", "all"]
+"""Contents of a model that leave a shared device with it."""
+
 TAG_TRACKERS = ("wandb", "swanlab", "clearml")
 """Trackers that support `trainer.tags`."""
 SAMPLE_TRACKERS = ("wandb", "tensorboard", "swanlab")
@@ -80,6 +83,12 @@ class PlacementConfig(BaseConfig):
     colocate_policy_ref: bool = True
     """The policy and the reference model share GPUs: log-probs of the reference model wait for the end of generation.
     False: they are computed for finished groups during generation. Read only with `colocate_all=false`."""
+
+    offload: Literal["auto", OffloadMode] = "auto"
+    """Contents of models that leave a shared GPU for host memory while an engine or another model uses it. `keep`:
+    nothing moves, and the engine's `gpu_memory_utilization` is lowered to what is left. `optimizer`: optimizer state.
+    `all`: weights and optimizer state. `auto`: the first of these that fits by the estimates of the planner
+    (docs/planner.md), with a margin; the log says which and why. Without effect on a CPU."""
 
     policy_num_nodes: int = 1
     """Machines that train the policy."""

@@ -133,6 +133,7 @@ _OF_PREFERENCES = (
     "placement.ref_num_nodes",
     "placement.ref_num_gpus_per_node",
     "placement.colocate_policy_ref",
+    "placement.offload",
 )
 _OF_ROLLOUTS = ("trainer.policy.routing_replay", "trainer.policy.sampling_mask_replay")
 """Settings that supervised training rejects: they replay rollout routing or sampling."""

@@ -79,6 +79,9 @@ class Division:
     layers: int
     """Layers of this rank."""
 
+    keeps_gradients: bool = False
+    """Gradients have their memory between steps too."""
+
     in_flight: int = 1
     """Micro-batches whose activations are held at a time."""
 
@@ -195,6 +198,7 @@ def deepspeed(cfg: SkyRLConfig, role: Role, shape: ModelShape, kind: Kind) -> Di
     working = 0 if fused else 8 * part if stage else _estimate_adam_step(shape, part, 1, kind, offloaded=False)
     return Division(
         gradients=gradients,
+        keeps_gradients=True,
         optimizer=8 * part + masters,
         host=frozenset(on_host),
         layer_gradients=held * int(shape.layer * shape.trained / shape.parameters),
@@ -237,6 +241,7 @@ def megatron(cfg: SkyRLConfig, role: Role, shape: ModelShape, kind: Kind) -> Div
     of_gradient = 4 if section.ddp_config.grad_reduce_in_fp32 else number
     part = dense // replicas + experts // expert_replicas
     return Division(
+        keeps_gradients=True,
         gradients=of_gradient * (dense + experts),
         optimizer=8 * part + (4 * part if cfg.trainer.bf16 else 0),
         head_gradient=(4 + number) * shape.words * shape.hidden // tensor,

@@ -416,7 +416,9 @@ def _on_gpus(plan: MemoryPlan, cfg: SkyRLConfig, shapes: Mapping[Role, ModelShap
         if division is not None:
             ranks = getattr(placement, f"{role}_num_gpus_per_node")
             offloaded = sum(getattr(division, each) for each in division.host)
-            host += ranks * (division.resting if together or shares else offloaded)
+            freed = 0 if division.keeps_gradients else division.gradients
+            moved = division.resting - freed - _estimate_asleep(cfg, role, division)
+            host += ranks * (moved if together or shares else offloaded)
     if engine is not None:
         parts = engine.parts
         shares = list(workers) if together else []
@@ -425,7 +427,10 @@ def _on_gpus(plan: MemoryPlan, cfg: SkyRLConfig, shapes: Mapping[Role, ModelShap
             parts["asleep"] = asleep
         phases.insert(0, Phase("generate", "full cache", parts))
         if together and divisions["policy"] is not None:
-            phases.append(_sync(cfg, shapes["policy"], divisions["policy"], engine, device, len(shares)))
+            sync = _sync(cfg, shapes["policy"], divisions["policy"], engine, device, len(shares))
+            if others := sum(_estimate_asleep(cfg, role, divisions[role]) for role in shares if role != "policy"):
+                sync = replace(sync, parts=dict(sync.parts) | {"asleep": others})
+            phases.append(sync)
             copies_weights = EngineRegistry.get_requirements(cfg.generator.backend).copies_weights_asleep
             if copies_weights or not cfg.generator.syncs_all_weights:  # else engines drop theirs
                 host += placement.policy_num_gpus_per_node * engine.weights
@@ -457,11 +462,18 @@ def _sync(
 
 
 def _estimate_asleep(cfg: SkyRLConfig, role: Role, division: Division | None) -> float:
-    """Return the bytes that a model leaves on a device that others use."""
+    """Return the bytes that a model leaves on a device that others use. (`offload=auto` counts as `all`:
+    `offload.decide_offload` replaces it.)"""
     settings = getattr(cfg.trainer, role)
-    if division is None or isinstance(settings, RefConfig) or "optimizer" in division.host:
+    if division is None:
         return 0.0
-    return 0.0 if settings.optimizer_config.offload_after_step else float(division.optimizer)
+    moves = {"all": {"weights", "gradients", "optimizer"}, "optimizer": {"optimizer"}, "keep": set[str]()}
+    left = {"weights", "gradients", "optimizer"} - moves.get(cfg.trainer.placement.offload, moves["all"])
+    if not isinstance(settings, RefConfig) and not settings.optimizer_config.offload_after_step:
+        left |= {"optimizer"}
+    if not division.keeps_gradients:
+        left -= {"gradients"}
+    return float(sum(getattr(division, each) for each in left - division.host))
 
 
 def _on_processor(plan: MemoryPlan, cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape]) -> MemoryPlan:

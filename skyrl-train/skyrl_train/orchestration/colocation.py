@@ -22,6 +22,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 from skyrl_gym.waits import waiting
+from skyrl_train.config.config import OffloadMode
 from skyrl_train.errors import WorkerError
 from skyrl_train.orchestration.colocation_protocol import (
     ALL_SHARE,
@@ -38,6 +39,7 @@ from skyrl_train.orchestration.colocation_protocol import (
     events_of,
     next_state,
 )
+from skyrl_train.training_backends.host_store import Transfer
 from skyrl_train.utils.explanations import TRAINER, write_explanation
 from skyrl_train.workers.worker import Worker as ModelWorker
 
@@ -46,6 +48,12 @@ __all__ = ["Colocation", "ColocationError", "DeviceState", "Engines"]
 T = TypeVar("T")
 
 _RETURN_ATTEMPTS = 3
+_RELEASES: dict[OffloadMode, Callable[[Any], Transfer | None]] = {
+    "keep": ModelWorker.release_cached_memory,
+    "optimizer": ModelWorker.offload_optimizer,
+    "all": ModelWorker.offload_to_cpu,
+}
+"""Method by which a worker leaves the device."""
 STARTS = "the start of an engine"
 """What a sync waits for, in errors and in records of waits."""
 
@@ -74,7 +82,7 @@ class OffloadableGroup(Protocol):
 
     async def init_model(self) -> None: ...
 
-    async def call_all(self, method: Callable[[Any], None]) -> object: ...
+    async def call_all(self, method: Callable[[Any], Any]) -> list[Any]: ...
 
 
 EngineT = TypeVar("EngineT", bound=SleepableEngine)
@@ -88,6 +96,7 @@ class Colocation:
         engines_share_device: engines and workers share a device (`trainer.placement.colocate_all`).
         policy_and_ref_share: policy and reference model share a device, separate from the engines
             (`colocate_policy_ref`).
+        offload: what workers move to host memory when they leave the device.
         start_timeout_seconds: maximum time that a restarting engine and a sync that needs it wait for each other.
     """
 
@@ -97,10 +106,14 @@ class Colocation:
         *,
         engines_share_device: bool,
         policy_and_ref_share: bool = False,
+        offload: OffloadMode = "all",
         start_timeout_seconds: float = 600.0,
     ):
         self._engines = engines
         self._engines_share_device = engines_share_device
+        self._transfers: dict[str, list[Transfer]] = {}
+        self.offload: OffloadMode = offload
+        """What workers move to host memory when they leave the device."""
         self._protocol = NO_SHARING
         if engines_share_device:
             self._protocol = ALL_SHARE
@@ -264,7 +277,7 @@ class Colocation:
     async def _offload_all(self) -> None:
         for worker in self._groups:
             if f"onload {worker}" in self._events:
-                await self._call(worker, ModelWorker.offload_to_cpu)
+                await self._call(worker, _RELEASES[self.offload])
         self._state = EMPTY
         self._lock.notify_all()
 
@@ -306,16 +319,34 @@ class Colocation:
         for group in self._groups[worker]:
             await group.init_model()
 
-    async def _call(self, worker: str, method: Callable[[Any], None]) -> None:
+    async def _call(self, worker: str, method: Callable[[Any], Transfer | None]) -> None:
         """Call a method of all groups with this name (the reference model and teachers), which move together."""
         for group in self._groups[worker]:
-            await group.call_all(method)
+            moves = [move for move in await group.call_all(method) if move is not None]
+            if moves:  # ranks move at the same time
+                name = "onload" if method is ModelWorker.backload_to_gpu else "offload"
+                self._transfers.setdefault(name, []).append(max(moves, key=lambda move: move.seconds))
 
     async def _onload(self, worker: str) -> None:
-        await self._move(f"onload {worker}", lambda: self._call(worker, ModelWorker.backload_to_gpu))
+        async def load() -> None:
+            if self.offload != "keep":
+                await self._call(worker, ModelWorker.backload_to_gpu)
+
+        await self._move(f"onload {worker}", load)
 
     async def _offload(self, worker: str) -> None:
-        await self._move(f"offload {worker}", lambda: self._call(worker, ModelWorker.offload_to_cpu))
+        await self._move(f"offload {worker}", lambda: self._call(worker, _RELEASES[self.offload]))
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return seconds, gigabytes and rate of the moves since the last call, of the slowest ranks; empty if nothing
+        moved."""
+        transfers, self._transfers = self._transfers, {}
+        metrics = {}
+        for name, moves in transfers.items():
+            num_bytes, seconds = (sum(each) for each in zip(*moves, strict=True))
+            metrics |= {f"timing/{name}": seconds, f"memory/{name}_gb": num_bytes / 1e9}
+            metrics[f"memory/{name}_gb_per_second"] = num_bytes / 1e9 / max(seconds, 1e-9)
+        return metrics
 
     async def _sleep(self, level: int) -> None:
         """Put the engines to sleep, which releases their memory. They must have no running requests."""

@@ -28,8 +28,9 @@ from skyrl_train.training_backends.base import (
     TrainingBackend,
 )
 from skyrl_train.training_backends.checkpoint import BackgroundWrite, WrittenFiles
+from skyrl_train.training_backends.host_store import Transfer
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
-from skyrl_train.utils.cuda_allocator import enable_expandable_segments
+from skyrl_train.utils.cuda_allocator import enable_expandable_segments, release_cached_memory
 from skyrl_train.utils.io import FileRecord
 from skyrl_train.utils.memory_peaks import MemoryPeaks
 from skyrl_train.utils.nodes import get_node_address
@@ -136,13 +137,21 @@ class Worker:
 
     # ---- device memory
 
-    def offload_to_cpu(self) -> None:
-        """Release the device's memory until `backload_to_gpu`."""
-        self.backend.offload()
+    def offload_to_cpu(self) -> Transfer | None:
+        """Release the device's memory until `backload_to_gpu`. Returns: what was copied; None if nothing moves here."""
+        return self.backend.offload()
 
-    def backload_to_gpu(self) -> None:
+    def offload_optimizer(self) -> Transfer | None:
+        """Release only the optimizer's memory until `backload_to_gpu`."""
+        return self.backend.offload_optimizer()
+
+    def release_cached_memory(self) -> None:
+        """Release only memory that nothing uses, such as former activations."""
+        release_cached_memory(self.backend.device)
+
+    def backload_to_gpu(self) -> Transfer | None:
         """Move the model back to the device."""
-        self.backend.onload()
+        return self.backend.onload()
 
     # ---- files
 

@@ -24,6 +24,7 @@ from skyrl_train.orchestration.colocation_protocol import (
     missing_steps,
     next_state,
 )
+from skyrl_train.training_backends.host_store import Transfer
 from skyrl_train.workers.worker import Worker
 
 CRITIC, REF = DeviceState(Engines.ASLEEP, "critic"), DeviceState(Engines.ASLEEP, "ref")
@@ -184,7 +185,12 @@ class Group:
         await self.diary.write(f"{self.name} loads")
 
     async def call_all(self, method: Callable[..., None]) -> list[Any]:
-        move = {Worker.offload_to_cpu: "off", Worker.backload_to_gpu: "on"}[method]
+        move = {
+            Worker.offload_to_cpu: "off",
+            Worker.offload_optimizer: "optimizer off",
+            Worker.release_cached_memory: "free",
+            Worker.backload_to_gpu: "on",
+        }[method]
         await self.diary.write(f"{self.name} {move}")
         return []
 
@@ -211,6 +217,37 @@ async def started_with_failed_sync(failing: str) -> Started:
     diary.fails = set()
     diary.take()
     return colocation, diary
+
+
+@pytest.mark.parametrize(
+    ("offload", "left", "back"),
+    [("keep", "ref free", []), ("optimizer", "ref optimizer off", ["policy on"]), ("all", "ref off", ["policy on"])],
+)
+async def test_offload_mode_decides_what_workers_move(offload: Any, left: str, back: list[str]):
+    colocation, diary = await started(("policy", "ref"), offload=offload)
+    assert diary.take() == ["engines sleep", "ref loads", left, "policy loads"]
+    await colocation.sync(diary.send)
+    off = left.replace("ref", "policy")
+    assert diary.take() == ["engines wake weights", "weights travel", off, "engines wake kv_cache"]
+    await colocation.after_generating()
+    assert diary.take() == ["engines sleep", *back]
+    assert str(colocation.state) == "engines asleep, the policy on the device"
+
+
+async def test_moves_are_metrics_of_slowest_ranks():
+    colocation, _ = await started(("policy",))
+    assert colocation.take_metrics() == {}
+
+    async def call_all(method: Callable[..., None]) -> list[Any]:
+        return [Transfer(4_000_000_000, 0.1), Transfer(3_000_000_000, 0.2)]
+
+    [group] = colocation._groups["policy"]
+    group.call_all = call_all
+    await colocation.sync(Diary().send)
+    assert colocation.take_metrics() == pytest.approx(
+        {"timing/offload": 0.2, "memory/offload_gb": 3.0, "memory/offload_gb_per_second": 15.0}
+    )
+    assert colocation.take_metrics() == {}
 
 
 async def test_training_step_moves_in_documented_order():

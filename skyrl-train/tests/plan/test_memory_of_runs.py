@@ -3,16 +3,19 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from loguru import logger
 
 from skyrl_inspect.plan.memory_report import MemoryReport
-from skyrl_inspect.plan.report import format_comparison
+from skyrl_inspect.plan.report import compare_peaks
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WorkerError, WorkerMemoryError
-from skyrl_train.memory_plan.devices import get_processor
+from skyrl_train.memory_plan.devices import find_device, get_processor
+from skyrl_train.memory_plan.offload import OffloadDecision
 from skyrl_train.orchestration.process_ranks import ProcessRanks
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.utils.call_errors import build_failure
@@ -126,8 +129,49 @@ def test_measured_peaks_are_compared_with_estimates(memory: MemoryReport):
     memory.estimate()
     assert memory.plan is not None
     [*_, train] = memory.plan.workers["policy"]
-    lines = format_comparison(memory.plan, {"policy": {"train": int(train.total * 2)}})
-    assert len(lines) == 1 and "train policy" in lines[0] and "(2.00 of it)" in lines[0]
+    [peak] = compare_peaks(memory.plan, {"policy": {"train": int(train.total * 2)}})
+    assert "train policy" in str(peak) and "(2.00 of it)" in str(peak) and peak.is_underestimated
+    for part, is_above in ((1.14, False), (1.16, True), (0.5, False)):
+        [peak] = compare_peaks(memory.plan, {"policy": {"train": int(train.total * part)}})
+        assert peak.is_underestimated == is_above
+
+
+class Ranks:
+    """Policy with given peaks."""
+
+    name = "policy"
+
+    def __init__(self, *peaks: dict[str, int]):
+        self.peaks = peaks
+
+    async def call_all(self, _: object) -> list[dict[str, int]]:
+        return list(self.peaks)
+
+
+def test_gpu_metrics_name_estimate_and_warn_above_margin(memory: MemoryReport, monkeypatch: pytest.MonkeyPatch):
+    memory.estimate()
+    assert memory.plan is not None
+    [*_, train] = memory.plan.workers["policy"]
+    warnings: list[str] = []
+    sink = logger.add(lambda message: warnings.append(str(message)), level="WARNING")
+    try:
+        for device, size in (("cpu", 2 * train.total), ("h100-80", train.total), ("h100-80", 2 * train.total)):
+            memory.plan = replace(memory.plan, device=find_device(device))
+            monkeypatch.setattr(RayPPOTrainer, "groups", [Ranks({"train": int(size)}, {"train": 1})])
+            metrics = asyncio.run(memory.measure())
+            assert metrics["memory/policy_train_peak_gb"] == int(size) / 1e9
+            assert ("memory/policy_train_estimate_gb" in metrics) == (device != "cpu")
+            assert bool(warnings) == (device != "cpu" and size > train.total)
+    finally:
+        logger.remove(sink)
+    assert "trainer.placement.offload" in warnings[0]
+
+
+def test_memory_error_names_setting_that_frees_memory(memory: MemoryReport):
+    memory.estimate()
+    for decision, is_named in ((OffloadDecision("keep", "fits in 80 GB"), True), (OffloadDecision("all", ""), False)):
+        memory.decision = decision
+        assert ("trainer.placement.offload=all" in memory.format_advice()) == is_named
 
 
 def test_memory_error_has_estimates_peaks_and_change(memory: MemoryReport):

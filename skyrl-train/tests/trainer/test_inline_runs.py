@@ -16,6 +16,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import WorkerError
 from skyrl_train.orchestration.inline_launcher import model_thread
+from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train_testing.tiny_runs import DifferentCharacters, register_environments
 
@@ -86,6 +87,36 @@ def test_inline_run_is_bitwise_equal_to_run_under_ray(
     )
     assert weights.keys() == own_weights.keys()
     assert all(torch.equal(own_weights[name], tensor) for name, tensor in weights.items())
+
+
+OFFLOADS = {"keep": set(), "optimizer": {"offload_optimizer", "onload"}, "all": {"offload", "onload"}}
+"""Forced mode -> moves that reach training backends."""
+
+
+def test_offload_mode_moves_its_part_and_keeps_results(
+    settings: Any, merged: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    with_reference = {"trainer": {"algorithm": {"use_kl_loss": True, "kl_loss_coef": 0.1}, "hf_save_interval": 2}}
+    calls: set[str] = set()
+    for name in ("offload", "offload_optimizer", "onload"):
+        method = getattr(FSDP2Backend, name)
+        monkeypatch.setattr(FSDP2Backend, name, lambda self, name=name, method=method: calls.add(name) or method(self))
+    outcomes = {}
+    for mode in ("auto", *OFFLOADS):
+        forced = {"trainer": {"placement": {"launcher": "inline", "offload": mode}}}
+        cfg = settings(tmp_path / mode, merged(with_reference, forced))
+        # With a mode that is set, moves are those of a GPU.
+        monkeypatch.setattr(FSDP2Backend, "frees_device", mode != "auto")
+        calls.clear()
+        BasePPOExp(cfg).run()
+        outcomes[mode] = result_of(cfg)
+        assert calls == OFFLOADS.get(mode, OFFLOADS["all"])
+        moved = [row.get("memory/offload_gb", 0.0) for row in RunFolder(cfg.trainer.run_dir).read_metrics()]
+        assert all(size > 0 for size in moved) == (mode in ("optimizer", "all"))
+    (expected, weights), *others = outcomes.values()
+    for steps, own_weights in others:
+        assert steps == expected
+        assert weights and all(torch.equal(own_weights[name], tensor) for name, tensor in weights.items())
 
 
 class Stops(DifferentCharacters):
