@@ -8,7 +8,7 @@ Models have random weights, and nothing is downloaded. Each section is a process
 less than its limit is left of the budget, or if it needs a package that is not installed or a GPU. The file is written
 after each. Token counts are those of the stored trajectories; a prompt of another length than asked for is an error.
 MFU is 6 operations a parameter and trained token (2 a generated one) and those of causal attention, over the card's
-peak in bfloat16 (`skyrl_inspect/plan/devices.py`).
+peak in bfloat16 (`skyrl_train/memory_plan/devices.py`).
 
 A section that fails has the end of its traceback in `error`; the exit status is 1 unless all others are `ok`.
 """
@@ -174,10 +174,10 @@ def backend_checks(bench: Bench) -> Found:
 def grpo(bench: Bench, backend: str = "native", launcher: str = "inline") -> Found:
     """Train by GRPO and return medians over the steps after the first, and estimated beside measured memory."""
     from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
-    from skyrl_inspect.plan.memory import estimate_memory
-    from skyrl_inspect.plan.shapes import load_shapes
     from skyrl_train.config import SkyRLConfig
     from skyrl_train.entrypoints.main_base import BasePPOExp
+    from skyrl_train.memory_plan.memory import estimate_memory
+    from skyrl_train.memory_plan.shapes import load_shapes
     from skyrl_train.utils.run_folder import RunFolder
     from skyrl_train_testing.tiny_runs import DifferentCharacters, register_environments
 
@@ -397,7 +397,7 @@ SECTIONS: dict[str, Section] = {  # by value: a short budget ends with checks th
 
 def get_device(bench: Bench) -> Any:
     """Return the planner's description of the device."""
-    from skyrl_inspect.plan.devices import find_gpu, get_processor
+    from skyrl_train.memory_plan.devices import find_gpu, get_processor
 
     return find_gpu() if bench.device == "cuda" else get_processor()
 
@@ -409,7 +409,7 @@ def speed(
     2 if only adapters have gradients."""
     from transformers import Qwen3Config
 
-    from skyrl_inspect.plan.model_shape import compute_model_shape
+    from skyrl_train.memory_plan.model_shape import compute_model_shape
 
     shape = compute_model_shape(Qwen3Config(**model, tie_word_embeddings=True))
     operations = passes * (2 * shape.active + 2 * shape.num_layers * shape.query * row_tokens)
