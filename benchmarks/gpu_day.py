@@ -243,7 +243,7 @@ def weight_sync(bench: Bench) -> Found:
     infos = init_infos_for([route], [HolderInfo()], directory=str(bench.folder), verification="full")
     with HolderProcesses(1, make_holder) as holders:
         holders.wait_for_start()
-        sender = BlockingSender(holders.engines, infos, device, max_bucket_bytes=2**30)
+        sender = BlockingSender(holders.engines, infos, device, max_bucket_bytes=64 << 20)
         seconds = []
         for number in range(1, 5):
             weights = [(name, torch.randn(shape, device=device, dtype=torch.bfloat16)) for name, shape in shapes]
