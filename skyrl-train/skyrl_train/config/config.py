@@ -85,10 +85,10 @@ class PlacementConfig(BaseConfig):
     False: they are computed for finished groups during generation. Read only with `colocate_all=false`."""
 
     offload: Literal["auto", OffloadMode] = "auto"
-    """Contents of models that leave a shared GPU for host memory while an engine or another model uses it. `keep`:
-    nothing moves, and the engine's `gpu_memory_utilization` is lowered to what is left. `optimizer`: optimizer state.
-    `all`: weights and optimizer state. `auto`: the first of these that fits by the estimates of the planner
-    (docs/planner.md), with a margin; the log says which and why. Without effect on a CPU."""
+    """Contents of models that move to host memory while an engine or another model uses their GPU. `keep`: none.
+    `optimizer`: optimizer state. `all`: weights, too. `auto`: the first that fits by the planner's estimates
+    (docs/planner.md). `keep` and `optimizer` lower the engine's `gpu_memory_utilization` to what is left. No effect on
+    a CPU."""
 
     policy_num_nodes: int = 1
     """Machines that train the policy."""

@@ -79,8 +79,7 @@ class OptimizerConfig(BaseConfig):
     clipping."""
 
     offload_after_step: bool = True
-    """Offload the optimizer state to host memory where models time-share a GPU (`trainer.placement.colocate_all`) and
-    `trainer.placement.offload` moves it. False: it stays on the GPU."""
+    """Offload the optimizer state where models share a GPU (`trainer.placement.offload`). False: it stays there."""
 
     num_warmup_steps: int = 0
     """Optimizer steps (not training steps) of linear warm-up from learning rate 0."""
