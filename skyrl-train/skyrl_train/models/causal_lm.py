@@ -19,6 +19,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.cpu_linear import enable_onednn_linear
 from skyrl_train.models.quantized import describe_quantization
+from skyrl_train.models.transformers_names import enable_gradient_checkpointing
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ def _load(
             module.p = 0.0
     model.train()
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        enable_gradient_checkpointing(model, use_reentrant=use_reentrant)
         model.config.use_cache = False
         if use_reentrant:  # a frozen embedding would otherwise cut off the backward through later layers
             model.enable_input_require_grads()

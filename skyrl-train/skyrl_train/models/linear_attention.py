@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from skyrl_train.models.cache_argument import find_cache_argument
 from skyrl_train.models.packing import PackedRows
+from skyrl_train.models.transformers_names import find_cache_argument
 
 LINEAR_ATTENTION = "linear_attention"
 """Name of such layers in `layer_types` of a config."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from skyrl_train.models.cache_argument import find_cache_argument, get_cache
+from skyrl_train.models.transformers_names import find_cache_argument, get_cache
 
 Weights = Mapping[str, torch.Tensor]
 

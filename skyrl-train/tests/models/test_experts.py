@@ -8,6 +8,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.experts import RouterStatistics, compute_auxiliary_loss
 from skyrl_train.models.scoring import ScoringModel
+from skyrl_train.models.transformers_names import enable_gradient_checkpointing
 
 EXPERTS, CHOSEN = 4, 2
 
@@ -57,7 +58,7 @@ def test_router_loss_sums_over_micro_batches_to_full_batch(kind, packing, gradie
     assert len(logits) == (2 if kind == "qwen3" else 3)
     expected = load_balancing_loss_func(logits, EXPERTS, CHOSEN, ragged.mask)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_gradient_checkpointing(model, use_reentrant=False)
     scoring = ScoringModel(model, packing=packing)
     total: RouterStatistics | None = None
     for rows in ([0, 1], [2], [3, 4, 5]):

@@ -9,6 +9,7 @@ import transformers
 from skyrl_train.errors import ConfigError
 from skyrl_train.expert_routes import no_route
 from skyrl_train.models.scoring import ScoringModel
+from skyrl_train.models.transformers_names import enable_gradient_checkpointing
 
 _SIZES = dict(
     vocab_size=64,
@@ -85,7 +86,7 @@ def test_foreign_routes_are_replayed_in_recomputed_layers(ragged: Any, packing: 
     expected, gradients = step(scoring(make_model()), ragged, routes=routes)
     model = make_model()
     if reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        enable_gradient_checkpointing(model, use_reentrant=reentrant)
         model.enable_input_require_grads()
     replaying = scoring(model, packing)
     found, own_gradients = step(replaying, ragged, routes=routes, record_routes=True)

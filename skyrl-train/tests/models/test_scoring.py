@@ -13,6 +13,7 @@ from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.scoring import ScoringModel, TokenScores
+from skyrl_train.models.transformers_names import enable_gradient_checkpointing
 from skyrl_train.training_backends.fsdp2.sharding import shard_model
 from skyrl_train_testing.invariances import check_model_forward
 
@@ -89,7 +90,7 @@ def test_response_without_prompt_has_no_first_token_score(packing, make_batch):
 def test_no_grad_forward_is_bit_exact_with_training_forward(packing, ragged):
     """Only then is the ratio of the first optimizer step exactly 1."""
     model = make_model()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    enable_gradient_checkpointing(model, use_reentrant=False)
     scoring = ScoringModel(model.train(), packing=packing, chunk_size=4)
     with torch.no_grad():
         old = scoring(*ragged, TEMPERATURE).log_probs

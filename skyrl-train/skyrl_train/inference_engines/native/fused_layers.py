@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from skyrl_train.inference_engines.native.attention import AttentionStep, compute_native_attention
 from skyrl_train.inference_engines.native.cache import SlotCache
 from skyrl_train.inference_engines.native.packed_linear import PackedLinears
-from skyrl_train.models.cache_argument import get_cache
+from skyrl_train.models.transformers_names import get_cache
 
 _FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 """Model types of transformers with decoder layers as above."""

@@ -30,10 +30,10 @@ from skyrl_train.inference_engines.native.device_copies import upload
 from skyrl_train.inference_engines.native.lora import Loras
 from skyrl_train.inference_engines.native.prompt_scores import Head, apply_logit_rules
 from skyrl_train.inference_engines.native.requests import NO_LORA
-from skyrl_train.models.cache_argument import find_cache_argument
 from skyrl_train.models.linear_attention import replace_delta_nets
 from skyrl_train.models.routing_replay import KEYWORD, RoutingPass, RoutingReplay
 from skyrl_train.models.scoring import read_logit_rule
+from skyrl_train.models.transformers_names import find_cache_argument
 
 logger = logging.getLogger(__name__)
 

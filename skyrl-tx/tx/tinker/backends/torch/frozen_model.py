@@ -21,6 +21,7 @@ from skyrl_train.models.lora import PARTS_OF_EXPERTS, find_non_text_modules, has
 from skyrl_train.models.quantized import describe_quantization
 from skyrl_train.models.scoring import read_logit_rule
 from skyrl_train.models.scoring_check import find_differing_rules, find_unknown_layers
+from skyrl_train.models.transformers_names import enable_gradient_checkpointing
 from skyrl_train.models.weight_files import WeightFiles, apply_dtype_plan, fill_buffers, open_on_all_ranks
 from tx.tinker.backends.torch.adapters import Adaptable, AdaptedLinear, FrozenLinear, Site
 from tx.tinker.backends.torch.experts import adapt_experts, has_experts_in_lists, has_standard_file_names
@@ -135,7 +136,7 @@ def _load(folder: Path, settings: TrainingSettings, ranks: RankGroup) -> Any:
         model.to(settings.torch_device)  # pyright: ignore[reportArgumentType]
     if settings.gradient_checkpointing:
         # The reentrant kind makes no gradient where no input requires one, as in the first layer of a frozen model.
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_gradient_checkpointing(model, use_reentrant=False)
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = (
