@@ -58,6 +58,7 @@ async def test_missing_change_has_separate_finish_reason(play, finish_reason, en
     assert (result["git_patch"], judgement.reward, judgement.finish_reason) == ("", 0.0, ending)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "script",
     [

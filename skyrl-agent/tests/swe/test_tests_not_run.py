@@ -55,6 +55,7 @@ BROKEN_ROWS = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("change", every_third_daily(BROKEN_ROWS))
 async def test_unrunnable_test_command_gives_no_verdict(play, change):
     with pytest.raises(TaskRowError, match="row row"):

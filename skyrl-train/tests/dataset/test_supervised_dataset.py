@@ -212,6 +212,7 @@ def test_thinking_template_trains_reasoning_of_all_turns(test_data):
     assert [learnt(tokenizer, example) for example in examples] == [f"{answer}<|im_end|>" for answer in answers]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("train_on", ["all_assistant", "last_assistant"])
 @pytest.mark.parametrize(
     "template",

@@ -47,6 +47,7 @@ SETTINGS = {  # by the right cause: changes, and how the first difference begins
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_planted_setting_ranks_first(setting: str, train: Callable[..., Path], base_run: Path, tmp_path: Path):
     changes, first = SETTINGS[setting]

@@ -47,6 +47,7 @@ def attention_of_ranks(size: int, num_heads: int, num_kv_heads: int) -> dict[str
     }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "num_ranks, size, num_heads, num_kv_heads, own_heads",
     [

@@ -35,6 +35,7 @@ def results_of(response) -> list[dict]:
     return results or [{"role": "user", "content": "Thanks"}]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("keeps", ["items", "encrypted", "server"])
 async def test_reasoning_and_parallel_tools_form_single_row(streams, keeps):

@@ -156,6 +156,7 @@ def make_core_cached(path: str) -> NativeEngineCore:
     return _CORES[path]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_resubmitted_aborted_request_continues_bit_exactly(tiny_models, name):
     """The request contains its tokens behind the prompt: random numbers are the same, and prefill computes what

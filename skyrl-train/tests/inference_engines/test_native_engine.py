@@ -105,6 +105,7 @@ async def test_no_token_is_generated_by_partially_updated_weights(tiny_models, t
         assert (await late)["weight_versions"] == [[3, 3, 3]]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("kv_after_sync", ["keep", "clear", "recompute"])
 async def test_log_probs_match_version_when_kv_cache_is_recomputed(tiny_models, tmp_path, kv_after_sync: str):
     """One answer over a sync of weights that differ, by the steps of a weight publisher with this setting."""

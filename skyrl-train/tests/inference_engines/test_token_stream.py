@@ -149,6 +149,7 @@ async def test_constrained_stream_equals_completion(client: InferenceEngineClien
     await Streamed(client, **GRAMMAR).expect(await client.generate(request(**GRAMMAR)), fewest=10)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("place", [None, 8])
 async def test_stream_continues_after_weight_sync(client: InferenceEngineClient, place: int | None):
     """An interruption within the stop text of the second case: no token behind its end is handed out."""

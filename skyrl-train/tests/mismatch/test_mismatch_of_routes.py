@@ -53,6 +53,7 @@ def report_on(model: str, dtype: str, *, bf16: bool, replay: str = "R3") -> Repo
     return make_report(cfg, [(EngineName(backend="native", dtype=dtype), answers_of(engine))], [SAMPLING])
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("dtype, bf16", [("float32", True), ("bfloat16", False)])
 def test_replay_reduces_mixture_gap_at_least_fivefold(mixture: str, dtype: str, bf16: bool):
     """One side computes in bfloat16: its routers choose otherwise where two experts are nearly as likely."""

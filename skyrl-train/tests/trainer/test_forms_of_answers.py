@@ -89,6 +89,7 @@ def column_engine() -> Iterator[None]:
     EngineRegistry.unregister("columns")
 
 
+@pytest.mark.first_case
 @pytest.mark.usefixtures("column_engine")
 @pytest.mark.parametrize("backend, more", [("native", set()), ("columns", {"dict"})])
 def test_response_has_five_representations_from_engine_to_objective(

@@ -49,6 +49,7 @@ def settings_of(folder: Path, model: str, function: Any, *changes: Any) -> dict[
     return make_tiny_run(folder / "run", model, prompts, own, *changes)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("kind", list(RUNS))
 def test_harness_trains_on_exact_sampled_tokens(kind: str, chat_model: str, tmp_path: Path):
     cfg = SkyRLConfig.from_dict(settings_of(tmp_path, chat_model, delegates, RUNS[kind]))

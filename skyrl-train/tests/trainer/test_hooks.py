@@ -71,6 +71,7 @@ def test_custom_hook_observes_steps_and_adds_metrics(module: str, settings: Any,
     assert calls == [*expected, ("start", 0), ("resume", steps), ("step_end", steps[-1] + 1)]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(("hook", "notes"), [("Failing", ["a note at step 1"]), ("Broken", [])])
 def test_hook_annotates_fatal_error_without_replacing_it(
     hook: str, notes: list[str], module: str, settings: Any, run: Any, tmp_path: Path

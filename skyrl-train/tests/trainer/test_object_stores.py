@@ -214,6 +214,7 @@ def test_export_replaces_config_last(memory: str):
 # ---- settings
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "url, words",
     [

@@ -61,6 +61,7 @@ def test_training_sample_replays_bitwise(finished: RunFolder, capsys: pytest.Cap
     assert content(finished) == before, "nothing is written to the run's folder"
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("step, position", [(2, 5), (3, 0)])
 def test_evaluation_sample_replays_bitwise(finished: RunFolder, capsys: Any, step: int, position: int):
     name = name_in(finished, step, position, "eval")

@@ -156,6 +156,7 @@ def test_stop_within_first_step_leaves_no_checkpoint(settings: Settings, merged:
     assert checkpoints_of(tmp_path) == []
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "num_signals, changes",
     [(2, {}), (1, {"trainer": {"stop_timeout_seconds": 0}}), (1, {"trainer": {"ckpt_interval": -1}})],

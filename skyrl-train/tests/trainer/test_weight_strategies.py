@@ -6,6 +6,7 @@ OWN_DEVICES = {"placement": {"colocate_all": False}}
 LORA = {"policy": {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e-2}}}
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "strategy, trainer",
     [

@@ -14,6 +14,7 @@ from skyrl_train_testing.backend_checks import check_training_backend
 from skyrl_train_testing.findings import INVARIANCES, InvarianceError
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("backend", [FSDP2Backend, SGDBackend])
 def test_backend_passes_invariance_checks(backend: type[TrainingBackend], tiny_model: str):
     check_training_backend(backend, tiny_model)

@@ -60,6 +60,7 @@ def forgotten_norm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(weights, "iter_entries", lambda sizes: (e for e in right(sizes) if e.names != ("model.norm.weight",)))
 
 
+@pytest.mark.first_case
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize(
     ("fault", "is_mixture", "error"),

@@ -79,6 +79,7 @@ def steps_of(learners: Any, config: Any, batch: TrainingInputBatch, mixture: str
     return steps
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("change", [lambda routes: routes, other_routes], ids=["own", "other"])
 def test_routes_and_step_are_independent_of_ranks_and_packing(
     learners: Any, config: Any, ragged_batch: Any, mixture: str, change: Any, tmp_path: Path

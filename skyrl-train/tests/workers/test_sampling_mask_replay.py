@@ -27,6 +27,7 @@ LAYOUTS = [(1, 1, 3, True), (1, 1, 4, False), (2, 1, 2, True), (2, 1, 16, False)
 """Ranks, ranks that share a sequence, rows of a micro-batch, packing. Compared with one micro-batch on one rank."""
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "loss, layouts", [("regular", LAYOUTS), ("clip_cov", [(2, 1, 2, True)])], ids=["regular", "with a selector"]
 )

@@ -73,6 +73,7 @@ async def test_end_of_sequence_stops_only_without_requested_stops(sampling):
         assert long.tokens[: len(short.tokens)] == short.tokens and long.logprobs[: len(short.tokens)] == short.logprobs
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("kind", ["token", "text", "special token as text"])
 async def test_stop_keeps_completing_token(sampling, tiny_model, kind):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)

@@ -66,6 +66,7 @@ def log_probs_in(model, datum):
     return logits.log_softmax(-1).gather(1, torch.tensor(datum.inputs["target_tokens"])[:, None])[:, 0]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_peft_loads_saved_adapter_with_same_logprobs_and_gradients(name, model_folder, supervised, tmp_path):
     data = supervised([9, 1, 33, 2, 40])

@@ -62,6 +62,7 @@ def log_probs_of_peft(folder: str, adapter: Path, tokens: np.ndarray) -> torch.T
     return log_probs.gather(1, torch.from_numpy(tokens)[1:, None])[:, 0]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", EACH)
 async def test_adapter_is_trained_sampled_and_resumed_exactly(name: str, tmp_path: Path) -> None:
     folder = ARCHITECTURES[name].save(tmp_path / "base")

@@ -127,6 +127,7 @@ def test_checkpoint_with_contradicting_optimizer_is_refused(
     assert torch.equal(model.adapters["m"].weights, before)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("state", [True, False], ids=["with optimizer", "weights alone"])
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "whole"])
 def test_model_adopts_checkpoint_layout_and_keeps_it_in_snapshots(
