@@ -24,6 +24,7 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
@@ -40,6 +41,10 @@ gc.disable()
 if "HF_DATASETS_CACHE" not in os.environ:  # tokenized rows of tests; workers and processes that tests start inherit it
     os.environ["HF_DATASETS_CACHE"] = _cache = tempfile.mkdtemp(prefix="skyrl-tests-")
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+
+# No deadline: a loaded machine is slow. In CI each run tries the same cases, which judge a change alike.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.load_profile("tests")
 
 BUDGETS = Path(__file__).parent / "tests" / "budgets.toml"
 NOT_DAILY = ("slow", "full", "gpu", "network")

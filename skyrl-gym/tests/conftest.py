@@ -8,10 +8,9 @@ import pytest
 
 from skyrl_gym.sandbox.testing import needs_local, needs_sandbox  # noqa: F401 (fixtures)
 
-# Elsewhere each run tries other cases; there a change should be judged by the same ones every time.
-hypothesis.settings.register_profile("repeatable", derandomize=True)
-if os.environ.get("CI"):
-    hypothesis.settings.load_profile("repeatable")
+# No deadline: a loaded machine is slow. In CI each run tries the same cases, which judge a change alike.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.load_profile("tests")
 
 DEFAULT_TEST_DATA = Path(__file__).parents[3] / "shared" / "data"
 

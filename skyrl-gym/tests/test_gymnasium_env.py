@@ -308,7 +308,7 @@ ALL_SPACES = st.recursive(
 
 @pytest.mark.filterwarnings("ignore:.*Casting input x to numpy array:UserWarning")  # by the library, of its own values
 @given(space=ALL_SPACES, seed=st.integers(0, 1000))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_space_values_round_trip_through_text(space, seed):
     space.seed(seed)
     value = space.sample()
@@ -329,7 +329,7 @@ JSON = st.recursive(
 @pytest.mark.filterwarnings("ignore:.*Casting input x to numpy array:UserWarning")  # by the library, of its own values
 @given(space=ALL_SPACES, value=JSON)
 @example(space=spaces.Box(-np.inf, np.inf, ()), value=3.4028235677973366e38)  # just over what float32 can hold
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 def test_any_json_is_parsed_or_rejected(space, value):
     try:
         returned = read(space, value)

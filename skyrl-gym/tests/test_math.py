@@ -76,7 +76,7 @@ def test_normalization_is_idempotent(text):
     assert normalize_answer(normalize_answer(text)) == normalize_answer(text)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(LATEX | st.characters(), max_size=30).map("".join), st.sampled_from(["42", "x+1", "(1,2)", "x=5"]))
 def test_any_text_is_graded(pool, text, gold):
     grade = grade_equivalence(text, gold, pool=pool)

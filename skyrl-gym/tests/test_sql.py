@@ -6,7 +6,7 @@ from contextlib import closing
 from unittest.mock import MagicMock, patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import skyrl_gym
@@ -211,7 +211,6 @@ def test_episode_format(text, solution):
 TAGS = ["<think>", "</think>", "<solution>", "</solution>", "<sql>", "<observation>", "</observation>", "x", "İ"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([*TAGS, " ", "\n"]), max_size=20).map("".join))
 def test_no_text_raises(text):
     valid, thoughts, solution, _ = verify_format_and_extract(text)
@@ -283,7 +282,6 @@ CELL = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3).flatmap(lambda n: st.lists(st.tuples(*[CELL] * n), min_size=1, max_size=5)))
 def test_frame_matches_pandas_output(rows):
     pandas = pytest.importorskip("pandas", minversion="3")

@@ -2,7 +2,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_gym.chat.tool_calls import Invalid, ToolCall, before_tool_calls, parse_tool_calls, split_tool_calls
@@ -178,7 +178,6 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(PIECES | st.text(max_size=5), max_size=30).map("".join), st.sampled_from(FORMATS))
 def test_no_text_raises(text, format):
     for call in parse_tool_calls(text, format):
@@ -192,7 +191,6 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.dictionaries(st.text(min_size=1, max_size=5), JSON, max_size=3), min_size=1, max_size=3))
 def test_json_format_round_trip(arguments):
     calls = [ToolCall(f"f{index}", values) for index, values in enumerate(arguments)]

@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_gym.chat.function_xml import (
@@ -175,7 +175,6 @@ def has_tag(value):
 
 
 @given(arguments.filter(lambda given: not has_tag(given)))
-@settings(deadline=None)
 def test_written_call_is_read_back(given):
     first = read_call("Thus:\n" + write_call("edit", given), TOOLS)
     assert first is not None and first.call == ToolCall("edit", given)
@@ -191,7 +190,6 @@ PIECES = [
 @given(
     st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=30).map("".join), st.sampled_from([*TOOL_FORMATS])
 )
-@settings(deadline=None)
 def test_formats_raise_on_no_text(text, name):
     calls = TOOL_FORMATS[name].parse(text, TOOLS)
     assert all(isinstance(call, ToolCall | Invalid) for call in calls)

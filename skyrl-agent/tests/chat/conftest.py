@@ -8,14 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 _TAG = re.compile(r"<｜[^｜]+｜>|<\|[a-z_]+\|>|\[/?[A-Z][A-Z_]+\]")
-
-hypothesis.settings.register_profile("repeatable", derandomize=True)
-if os.environ.get("CI"):
-    hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

@@ -250,7 +250,7 @@ steps = st.lists(
 
 @pytest.mark.slow
 @given(steps, st.sampled_from([CHATML, FORGETFUL, FORGETS_AT_QUESTIONS]))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_conversation_ids_equal_rendered_template(script, template):
     """Real text, so the model's tokens are the rendering's: break or not, the model reads what the template renders."""
     conversation = Conversation(MessageEncoder(byte_tokenizer(template)), [QUESTION])

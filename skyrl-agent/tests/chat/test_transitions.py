@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_agent.chat.transitions import (
@@ -70,7 +70,6 @@ def trajectories(draw):
 
 
 @given(trajectories())
-@settings(deadline=None)
 def test_merging_preserves_all_tokens(turns):
     rows = transitions_to_training_data(turns)
     written = [token for t in turns for token in t.ac.token_ids]

@@ -1,10 +1,8 @@
 """A real runtime on this machine, and calls of tools in it."""
 
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import hypothesis
 import pytest
 
 from skyrl_agent.runtimes import Limits, Runtime, RuntimeSpec, make_runtime
@@ -12,10 +10,6 @@ from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
 from skyrl_gym.sandbox.testing import require_sandbox
 
 Call = Callable[..., Awaitable[ToolOutput]]
-
-hypothesis.settings.register_profile("repeatable", derandomize=True)
-if os.environ.get("CI"):
-    hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture

@@ -340,7 +340,7 @@ async def test_top_k_log_probs_match_model_distribution(engine, chat_model):
         await ask(engine, [PROMPT], logprobs=21)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.recursive(st.integers(), lambda inner: st.lists(inner, max_size=3), max_leaves=8), st.integers(0, 6))
 def test_schema_depth_counts_objects_and_arrays(value, limit):
     def depth(node: Any) -> int:

@@ -330,7 +330,7 @@ async def test_cancellation_at_each_await_ends_tasks_and_keeps_groups(tmp_path: 
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 def test_each_group_is_trained_once_after_arbitrary_kills(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ):

@@ -260,7 +260,7 @@ def test_group_age_stays_within_bound_over_thousands_of_steps(order, on_stale):
     on_stale=st.sampled_from(["drop", "regenerate", "mask"]), seed=st.integers(0, 10**6), epochs=st.integers(1, 6),
     p_fail=st.sampled_from([0.0, 0.2]), p_filter=st.sampled_from([0.0, 0.3]),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_schedule_finishes_within_bounds_for_any_settings(
     staleness, running, order, on_stale, seed, epochs, p_fail, p_filter
 ):

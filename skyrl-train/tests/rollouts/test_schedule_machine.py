@@ -155,5 +155,5 @@ class ScheduleMachine(RuleBasedStateMachine):
         assert self.is_whole(), f"{self.scheduler.describe_why_not_started()}; {self.scheduler.describe_why_no_batch()}"
 
 
-ScheduleMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)
+ScheduleMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=60)
 TestSchedule = ScheduleMachine.TestCase

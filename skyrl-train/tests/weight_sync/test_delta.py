@@ -34,7 +34,7 @@ def test_differences_are_encoded_with_sign_last_and_low_bytes_first():
     assert delta._decode_planes(planes.reshape(-1), np.dtype(np.int16)).tolist() == differences.tolist()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     dtype=st.sampled_from([np.int8, np.int16, np.int32, np.int64]),
     length=st.integers(0, 3000),

@@ -46,7 +46,7 @@ def data(draw) -> Datum:
 
 
 @given(st.lists(data(), max_size=4), st.integers(1, 2**31 - 1), st.booleans(), st.text(max_size=5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_training_request_round_trips(given_data, seq, forward_only, name):
     request = TrainingRequest(name, seq, given_data, "ppo", {"clip_low_threshold": 0.5}, forward_only)
     read = decode_training(encode_training(request))
@@ -57,7 +57,7 @@ def test_training_request_round_trips(given_data, seq, forward_only, name):
 
 
 @given(st.lists(shapes.flatmap(lambda shape: npst.arrays(np.float32, shape, elements=float32)), max_size=5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_result_round_trips_with_different_k_per_datum(logprobs):
     read = decode_pass_output(encode_pass_output(PassOutput(logprobs, {"loss:sum": -1.5})))
     assert read.metrics == {"loss:sum": -1.5}
@@ -72,7 +72,7 @@ topk_row = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-1000, 0, wid
     st.none() | st.lists(st.none() | float32, min_size=1, max_size=5),
     st.none() | st.lists(st.none() | topk_row, min_size=1, max_size=4),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_samples_round_trip(answers, prompt_logprobs, topk):
     sequences = [Sequence([t for t, _ in a], [p for _, p in a], "stop" if len(a) % 2 else "length") for a in answers]
     output = SampleOutput(sequences, prompt_logprobs, topk)

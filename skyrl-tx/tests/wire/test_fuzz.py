@@ -19,7 +19,7 @@ from tx.tinker.wire.training_requests import find_address, read_training_body
 
 TYPES = st.sampled_from(["application/x-protobuf", "application/json", "application/json; a=b", "text/html", ""])
 ENCODINGS = st.sampled_from([None, "identity", "zstd", "gzip"])
-often = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+often = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 VALID = encode_training(
     TrainingRequest(
