@@ -55,7 +55,7 @@ LOG_PROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
 
 @dataclass(frozen=True)
 class Size:
-    """Amount of work.
+    """Sizes of the measured models, batches and buffers.
 
     Args:
         model: fields of a `Qwen3Config`. (Beside a Qwen2 config transformers would load Qwen2's tokenizer.)

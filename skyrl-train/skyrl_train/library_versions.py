@@ -65,9 +65,7 @@ def list_installed() -> dict[str, str]:
         if os.path.isdir(folder):
             names = (_DIST_INFO.fullmatch(name) for name in os.listdir(folder))
             for name in filter(None, names):
-                found.setdefault(
-                    name[1].lower().replace("_", "-"), name[2]
-                )  # the first on the path is the imported one
+                found.setdefault(canonicalize_name(name[1]), name[2])  # the first on the path is imported
     return dict(sorted(found.items()))
 
 

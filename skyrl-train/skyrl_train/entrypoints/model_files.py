@@ -91,7 +91,7 @@ def load_tokenizer(
             f"version of {type(tokenizer).__name__}, the tokenizer of {path}; set it to false"
         )
     _check_kind(tokenizer, folder, setting)
-    if fault := find_tokenizer_fault(tokenizer, _get_vocab_size(path)):
+    if fault := find_tokenizer_fault(tokenizer, _get_vocab_size(path, setting)):
         raise ConfigError(f"{setting}={path}: {fault}")
     if not folder.is_dir():
         with contextlib.suppress(OSError):  # `skyrl_gym.chat.turn_ends` reads it from the cache
@@ -101,13 +101,12 @@ def load_tokenizer(
     return tokenizer
 
 
-def _get_vocab_size(path: str) -> int | None:
+def _get_vocab_size(path: str, setting: str) -> int | None:
     """Return the number of embeddings of the model at `path`; None if its config names none or cannot be read, which
-    `model_config` reports."""
-    try:
-        return getattr(AutoConfig.from_pretrained(path, trust_remote_code=True).get_text_config(), "vocab_size", None)
-    except Exception:  # a model may include custom code
-        return None
+    `model_config` reports where the model is used."""
+    with contextlib.suppress(ConfigError):
+        return getattr(model_config(path, setting).get_text_config(), "vocab_size", None)
+    return None
 
 
 def _check_kind(tokenizer: PreTrainedTokenizerBase, folder: Path, setting: str) -> None:

@@ -66,9 +66,8 @@ def decide_offload(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape], device: 
     """Return the mode that moves least among those that fit, or the one that is set.
 
     A mode fits if on each GPU, with a margin, every phase fits next to what others leave there (or needs as much with
-    `all`), and the engine's cache
-    still holds half of the completions that it would hold at once with `all`, or that a step has: completions of full
-    length are rare.
+    `all`), and the engine's cache still holds half of the completions that it would hold at once with `all`, or that a
+    step has: completions of full length are rare.
 
     Args:
         cfg: validated settings.
@@ -114,7 +113,7 @@ def _limit_engine(
     reserves = EngineRegistry.get_requirements(generator.backend).reserves_memory
     if mode == "all" or not (cfg.trainer.placement.colocate_all and generator.run_engines_locally and reserves):
         return None
-    [generate] = [phase for phase in estimate_memory(_set_offload(cfg, mode), shapes, device).phases[:1]]
+    generate = estimate_memory(_set_offload(cfg, mode), shapes, device).phases[0]
     # Of the libraries of all processes, those of the engine's are within its fraction.
     others = MARGIN * generate.parts.get("asleep", 0.0) + generate.parts["libraries"] - device.libraries
     left = max(0.0, math.floor(100 * (device.usable - others) / device.memory) / 100)
