@@ -37,7 +37,7 @@ from skyrl_train.generators.inputs import prepare_generator_input
 from skyrl_train.generators.sampling import get_sampling_params
 from skyrl_train.inference_engines.base import SamplingKeywords
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
-from skyrl_train.memory_plan.offload import decide_offload_of_run
+from skyrl_train.memory_plan.decisions import OFFLOAD, decide_memory_of_run
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.batch_calls import forward_recording_routes, train_on_batch
 from skyrl_train.orchestration.colocation import Colocation
@@ -236,22 +236,23 @@ class RayPPOTrainer(TrainingRun):
         ref_worker: type[RefWorker] = RefWorker,
     ) -> None:
         """Start the workers. Policy loss and training backend are looked up here and sent to the workers."""
-        trainer, loss = self.cfg.trainer, self.cfg.trainer.algorithm.policy_loss_type
+        decision = decide_memory_of_run(self.cfg)
+        if decision.reasons:
+            logger.info("{}", decision)
+        cfg = decision.apply(self.cfg)
+        self.colocation.offload = decision.settings.get(OFFLOAD, cfg.trainer.placement.offload)
+        trainer, loss = cfg.trainer, cfg.trainer.algorithm.policy_loss_type
         selector = TokenSelectorRegistry.get(loss) if loss in TokenSelectorRegistry else None
         backend = TrainingBackendRegistry.get(trainer.strategy)
         updates = self._count_total_updates(trainer.policy_mini_batch_size)
-        args = (self.cfg, PolicyLossRegistry.get(loss), updates, selector, backend)
+        args = (cfg, PolicyLossRegistry.get(loss), updates, selector, backend)
         self.policy_model = self.placement.start_group("policy", policy_worker, args, self.run_folder)
         if trainer.critic.model.path is not None:
-            args = (self.cfg, self._count_total_updates(trainer.critic_mini_batch_size), backend)
+            args = (cfg, self._count_total_updates(trainer.critic_mini_batch_size), backend)
             self.critic_model = self.placement.start_group("critic", critic_worker, args, self.run_folder)
         if trainer.algorithm.uses_reference_model:
-            self.ref_model = self.placement.start_group("ref", ref_worker, (self.cfg, backend), self.run_folder)
+            self.ref_model = self.placement.start_group("ref", ref_worker, (cfg, backend), self.run_folder)
         await self.placement.check_files([*self.cfg.data.train_data, *self.cfg.data.val_data], self.run_folder)
-        decision = decide_offload_of_run(self.cfg)
-        self.colocation.offload = decision.mode
-        if decision.reason:
-            logger.info("{}", decision)
         with progress.phase("load the models"):
             await self.colocation.start(self.groups)
         self.publisher = WeightPublisher(

@@ -17,9 +17,9 @@ from skyrl_inspect.plan.speed import measure_factors, step_time
 from skyrl_train.config import SkyRLConfig, compose_config, validate_cfg
 from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.memory_plan.decisions import decide_memory
 from skyrl_train.memory_plan.devices import DEVICES, Device, find_device, find_gpu
 from skyrl_train.memory_plan.memory import estimate_memory, list_roles
-from skyrl_train.memory_plan.offload import decide_offload
 from skyrl_train.memory_plan.shapes import load_shapes
 from skyrl_train.step_plan import step_plan
 from skyrl_train.utils.run_folder import RunFolder
@@ -89,7 +89,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
         check_nodes(cfg, options.nodes, options.gpus_per_node)
     files = _parse_config_files(options.config_file, cfg)
     shapes = load_shapes(cfg, files)
-    decision = decide_offload(cfg, shapes, device)
+    decision = decide_memory(cfg, shapes, device)
     plan = estimate_memory(decision.apply(cfg), shapes, device)
     division = step_plan(cfg, num_prompts=options.num_prompts)
     lengths: dict[str, Any] = dict(prompt_tokens=options.prompt_tokens, answer_tokens=options.answer_tokens)
@@ -98,7 +98,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
         factors = _measure_factors(options.measured, device, files, lengths)
     time = step_time(cfg, shapes, device, plan.engine, factors=factors, **lengths)
     lines = [*format_shapes(cfg, shapes), "", *division.lines(), "", *format_memory(plan)]
-    if decision.reason:
+    if decision.reasons:
         lines.append(str(decision))
     if not plan.shortages:  # the time of a step that cannot be taken would be a number without meaning
         lines += ["", *format_times(time, count_devices(cfg), options.price_per_hour, division.num_steps)]

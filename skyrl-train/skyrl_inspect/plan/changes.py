@@ -1,12 +1,11 @@
 """Smallest change of settings with which a run fits: an ordered search over overrides of the command line."""
 
-import copy
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.config import apply_overrides
 from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.errors import SkyRLError
 from skyrl_train.memory_plan.backends import Role
@@ -62,19 +61,6 @@ def _is_accepted(overrides: Overrides, check: Callable[[Overrides], object]) -> 
     except SkyRLError:
         return False
     return True
-
-
-def apply_overrides(cfg: SkyRLConfig, overrides: Overrides) -> SkyRLConfig:
-    """Return settings with other values. Sections that do not change are shared."""
-    changed = copy.copy(cfg)
-    for name, value in overrides.items():
-        section: Any = changed
-        *path, last = name.split(".")
-        for part in path:
-            setattr(section, part, copy.copy(getattr(section, part)))
-            section = getattr(section, part)
-        setattr(section, last, value)
-    return changed
 
 
 def format_overrides(overrides: Overrides) -> str:

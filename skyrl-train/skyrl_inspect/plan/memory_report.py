@@ -2,16 +2,17 @@
 
 from loguru import logger
 
-from skyrl_inspect.plan.changes import Overrides, apply_overrides, find_smallest_change, format_overrides
+from skyrl_inspect.plan.changes import Overrides, find_smallest_change, format_overrides
 from skyrl_inspect.plan.report import PeakComparison, compare_peaks, format_memory
+from skyrl_train.config.config import apply_overrides
 from skyrl_train.config.validation import validate_cfg
 from skyrl_train.errors import WorkerMemoryError
 from skyrl_train.hooks import TrainerHook
 from skyrl_train.memory_plan.backends import Role
+from skyrl_train.memory_plan.decisions import MemoryDecision, decide_memory
 from skyrl_train.memory_plan.devices import find_gpu, get_processor
 from skyrl_train.memory_plan.memory import MemoryPlan, estimate_memory
 from skyrl_train.memory_plan.model_shape import ModelShape
-from skyrl_train.memory_plan.offload import OffloadDecision, decide_offload
 from skyrl_train.memory_plan.shapes import load_shapes
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.workers.worker import Worker
@@ -28,7 +29,7 @@ class MemoryReport(TrainerHook):
         self._shapes: dict[Role, ModelShape] = {}
         self.plan: MemoryPlan | None = None
         """None: not estimated yet, or the shape of a model is not known."""
-        self.decision = OffloadDecision("all", "")
+        self.decision = MemoryDecision()
         self.measured: dict[str, dict[str, int]] = {}
         """Model -> phase -> bytes, of the rank that needed most."""
 
@@ -53,7 +54,7 @@ class MemoryReport(TrainerHook):
             self._shapes = load_shapes(self._cfg, offline=False)
             is_gpu = self._cfg.trainer.placement.device == "cuda"
             device = find_gpu() if is_gpu else get_processor()
-            self.decision = decide_offload(self._cfg, self._shapes, device)
+            self.decision = decide_memory(self._cfg, self._shapes, device)
             self.plan = estimate_memory(self.decision.apply(self._cfg), self._shapes, device)
         except Exception as error:  # the plan only informs: a model whose shape it cannot read may well train
             logger.warning("no memory estimate: {!r}", error)
@@ -84,9 +85,10 @@ class MemoryReport(TrainerHook):
                 metrics[f"memory/{peak.role}_{peak.kind}_estimate_gb"] = peak.estimated / 1e9
                 if peak.is_underestimated:
                     logger.warning(
-                        "{} needs {:.0%} of the estimated memory; if memory runs out: trainer.placement.offload=all",
+                        "{} needs {:.0%} of the estimated memory; if memory runs out: {}",
                         peak.phase,
                         peak.measured / max(1.0, peak.estimated),
+                        " ".join(self.decision.list_savings()) or "python -m skyrl_train.plan finds a change",
                     )
         return metrics
 
@@ -104,8 +106,8 @@ class MemoryReport(TrainerHook):
             return "lower trainer.micro_train_batch_size_per_gpu or trainer.logprobs_chunk_size"
         lines = [*format_memory(self.plan), *map(str, self._compare_with_estimates())]
         lines += ["nothing was measured before"] if not self.is_measured else []
-        if self.decision.reason and self.decision.mode != "all":
-            lines.append(f"{self.decision}\nmore memory is free for each phase with trainer.placement.offload=all")
+        if savings := self.decision.list_savings():
+            lines.append(f"{self.decision}\nmore memory is free with {' '.join(savings)}")
         change = self._find_change(self.plan)
         if change is not None:
             lines.append(f"the smallest change that is estimated to help:\n  {format_overrides(change)}")

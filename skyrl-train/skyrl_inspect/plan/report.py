@@ -6,9 +6,9 @@ from typing import Literal, NamedTuple
 from skyrl_inspect.plan.speed import StepTime
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.memory_plan.backends import Role, get_division_section
+from skyrl_train.memory_plan.decisions import MARGIN
 from skyrl_train.memory_plan.memory import EnginePlan, MemoryPlan, Phase
 from skyrl_train.memory_plan.model_shape import ModelShape
-from skyrl_train.memory_plan.offload import MARGIN
 
 SLOW_STEP_SECONDS = 3600
 """A plan with longer steps fits in memory, and is hardly what was meant."""

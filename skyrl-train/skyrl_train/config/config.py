@@ -5,6 +5,7 @@ dataclasses. The default `${trainer.seed}` means "the value of that setting": `S
 alone keeps the text. Imports no torch, no Ray, no Hydra.
 """
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,8 +225,9 @@ class TrainerConfig(BaseConfig):
     """Use flash-attention 2 if it is installed and the device is cuda, else torch's `scaled_dot_product_attention`.
     False: eager attention."""
 
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward instead of storing them."""
+    gradient_checkpointing: Literal["auto"] | bool = True
+    """Recompute activations in the backward instead of storing them. `auto`: not if the planner finds that they fit
+    with a margin into the GPUs of a run of reinforcement learning (`python -m skyrl_train.plan` prints its choice)."""
 
     gradient_checkpointing_use_reentrant: bool = False
     """Use torch's older, reentrant implementation of gradient checkpointing."""
@@ -445,6 +447,19 @@ def get_config_as_dict(config: "BaseConfig | Mapping[str, Any] | DictConfig") ->
 def get_config_as_yaml_str(config: "BaseConfig | Mapping[str, Any] | DictConfig") -> str:
     """Convert settings of any form to YAML that `SkyRLConfig.from_dict` reads back as equal settings."""
     return yaml.dump(get_config_as_dict(config), Dumper=_SettingsDumper, sort_keys=False, allow_unicode=True)
+
+
+def apply_overrides(cfg: SkyRLConfig, overrides: Mapping[str, object]) -> SkyRLConfig:
+    """Return settings with other values, by dotted name. Sections that do not change are shared."""
+    changed = copy.copy(cfg)
+    for name, value in overrides.items():
+        section: Any = changed
+        *path, last = name.split(".")
+        for part in path:
+            setattr(section, part, copy.copy(getattr(section, part)))
+            section = getattr(section, part)
+        setattr(section, last, value)
+    return changed
 
 
 class _SettingsDumper(yaml.CSafeDumper):

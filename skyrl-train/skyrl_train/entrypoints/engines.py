@@ -16,7 +16,7 @@ from skyrl_train.inference_engines.inference_engine_client import InferenceEngin
 from skyrl_train.inference_engines.remote.check import check_server
 from skyrl_train.inference_engines.remote.key_guard import read_key_file
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
-from skyrl_train.memory_plan.offload import decide_offload_of_run
+from skyrl_train.memory_plan.decisions import decide_memory_of_run
 from skyrl_train.orchestration.placement import make_launcher
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def start_engines(
     """
     if not cfg.generator.run_engines_locally:
         return InferenceEngineClient(build_remote_engines(cfg, tokenizer), tokenizer, cfg)
-    limited = decide_offload_of_run(cfg).apply(cfg) if weights_follow else cfg
+    limited = decide_memory_of_run(cfg).apply(cfg) if weights_follow else cfg
     starter = EngineStarter(limited, colocate_pg, weights_follow=weights_follow)
     engines = [starter.start(index) for index in range(cfg.generator.num_inference_engines)]
 

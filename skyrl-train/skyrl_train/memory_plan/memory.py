@@ -463,7 +463,7 @@ def _sync(
 
 def _estimate_asleep(cfg: SkyRLConfig, role: Role, division: Division | None) -> float:
     """Return the bytes that a model leaves on a device that others use. (`offload=auto` counts as `all`:
-    `offload.decide_offload` replaces it.)"""
+    `decisions.decide_memory` replaces it.)"""
     settings = getattr(cfg.trainer, role)
     if division is None:
         return 0.0

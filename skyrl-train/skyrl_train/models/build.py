@@ -46,7 +46,7 @@ def build_model(
     )
     if is_trained:
         loading |= dict(
-            gradient_checkpointing=trainer.gradient_checkpointing,
+            gradient_checkpointing=bool(trainer.gradient_checkpointing),
             use_reentrant=trainer.gradient_checkpointing_use_reentrant,
         )
     # Eager attention (`flash_attn=false`) supports padded rows only.

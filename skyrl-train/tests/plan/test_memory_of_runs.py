@@ -5,6 +5,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from skyrl_inspect.plan.memory_report import MemoryReport
 from skyrl_inspect.plan.report import compare_peaks
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WorkerError, WorkerMemoryError
+from skyrl_train.memory_plan.decisions import CHECKPOINTING, OFFLOAD, MemoryDecision
 from skyrl_train.memory_plan.devices import find_device, get_processor
-from skyrl_train.memory_plan.offload import OffloadDecision
 from skyrl_train.orchestration.process_ranks import ProcessRanks
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.utils.call_errors import build_failure
@@ -127,6 +128,7 @@ def test_model_without_shape_is_no_error(memory: MemoryReport):
 
 def test_measured_peaks_are_compared_with_estimates(memory: MemoryReport):
     memory.estimate()
+    memory.decision = MemoryDecision({OFFLOAD: "keep"}, {OFFLOAD: "fits in 80 GB"})
     assert memory.plan is not None
     [*_, train] = memory.plan.workers["policy"]
     [peak] = compare_peaks(memory.plan, {"policy": {"train": int(train.total * 2)}})
@@ -150,6 +152,7 @@ class Ranks:
 
 def test_gpu_metrics_name_estimate_and_warn_above_margin(memory: MemoryReport, monkeypatch: pytest.MonkeyPatch):
     memory.estimate()
+    memory.decision = MemoryDecision({OFFLOAD: "keep"}, {OFFLOAD: "fits in 80 GB"})
     assert memory.plan is not None
     [*_, train] = memory.plan.workers["policy"]
     warnings: list[str] = []
@@ -167,11 +170,23 @@ def test_gpu_metrics_name_estimate_and_warn_above_margin(memory: MemoryReport, m
     assert "trainer.placement.offload" in warnings[0]
 
 
-def test_memory_error_names_setting_that_frees_memory(memory: MemoryReport):
+@pytest.mark.parametrize(
+    ("chosen", "savings"),
+    [
+        ({}, []),
+        ({OFFLOAD: "all", CHECKPOINTING: True}, []),
+        ({OFFLOAD: "keep"}, ["trainer.placement.offload=all"]),
+        (
+            {OFFLOAD: "keep", CHECKPOINTING: False},
+            ["trainer.placement.offload=all", "trainer.gradient_checkpointing=true"],
+        ),
+    ],
+)
+def test_memory_error_names_settings_that_free_memory(memory: MemoryReport, chosen: dict[str, Any], savings: list[str]):
     memory.estimate()
-    for decision, is_named in ((OffloadDecision("keep", "fits in 80 GB"), True), (OffloadDecision("all", ""), False)):
-        memory.decision = decision
-        assert ("trainer.placement.offload=all" in memory.format_advice()) == is_named
+    memory.decision = MemoryDecision(chosen, dict.fromkeys(chosen, "fits in 80 GB"))
+    advice = memory.format_advice()
+    assert all(saving in advice for saving in savings) and ("more memory is free" in advice) == bool(savings)
 
 
 def test_memory_error_has_estimates_peaks_and_change(memory: MemoryReport):

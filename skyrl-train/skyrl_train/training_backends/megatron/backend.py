@@ -123,7 +123,7 @@ class MegatronBackend(TrainingBackend):
             dispatcher=self.megatron.moe_token_dispatcher_type,
             device=self.device,
             bf16=self.cfg.trainer.bf16,
-            recompute=self.is_trained and self.cfg.trainer.gradient_checkpointing,
+            recompute=self.is_trained and bool(self.cfg.trainer.gradient_checkpointing),
         )
         is_critic = isinstance(model, ValueModel)
         with self._emulate_gpu():
