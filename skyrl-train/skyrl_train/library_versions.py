@@ -1,4 +1,4 @@
-"""Check of the installed libraries against the releases that this package is tested with: its own requirements, which
+"""Check of the installed libraries against the releases that a package is tested with: its own requirements, which
 `pip install --upgrade` or an image with other libraries does not keep to."""
 
 import os
@@ -69,14 +69,15 @@ def list_installed() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def check_libraries() -> None:
-    """Print a line for each installed library of an untested release, and end the process if one is too old."""
+def check_libraries(package: str = PACKAGE) -> None:
+    """Print a line for each installed library of a release that a package is not tested with, and end the process if
+    one is too old."""
     try:
-        requirements = distribution(PACKAGE).requires or []
+        requirements = distribution(package).requires or []
     except PackageNotFoundError:  # run from a copy of the source code
         return
     untested = list(find_untested_libraries(requirements, list_installed()))
     for library in untested:
-        print(f"skyrl-train: {library}", file=sys.stderr)
+        print(f"{package}: {library}", file=sys.stderr)
     if any(library.is_too_old for library in untested):
         raise SystemExit(1)

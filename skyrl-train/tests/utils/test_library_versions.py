@@ -53,6 +53,14 @@ def test_older_library_ends_process_with_one_line(tmp_path: Path, monkeypatch, c
     assert "transformers 4.40.0" in line
 
 
+def test_libraries_of_named_package_are_checked(tmp_path: Path, monkeypatch, capsys):
+    install(tmp_path, "httpx", "0.1.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit):
+        check_libraries("skyrl-agent")
+    assert capsys.readouterr().err.startswith("skyrl-agent: httpx 0.1.0")
+
+
 def test_tested_libraries_give_no_line(capsys):
     check_libraries()
     assert capsys.readouterr().err == ""
