@@ -48,8 +48,9 @@ LEADS_UPWARD = "skyrl_train.utils.ppo_utils"
 
 INSPECT = REPOSITORY / "skyrl-train" / "skyrl_inspect"
 INSPECT_LAYERS = [
+    {"skyrl_inspect.defaults"},
     {"skyrl_inspect.plan", "skyrl_inspect.mismatch", "skyrl_inspect.simulate", "skyrl_inspect.curve_bands"}
-    | {"skyrl_inspect.diff", "skyrl_inspect.explain", "skyrl_inspect.replay"},
+    | {"skyrl_inspect.diff", "skyrl_inspect.explain", "skyrl_inspect.replay", "skyrl_inspect.diagnostics"},
     {"skyrl_inspect.dashboard"},
 ]
 

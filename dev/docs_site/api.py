@@ -78,6 +78,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "skyrl_train.errors.CheckpointError",
         "skyrl_train.errors.WorkerError",
         "skyrl_train.errors.WorkerMemoryError",
+        "skyrl_train.errors.DiagnosticError",
         "skyrl_train.errors.NonFiniteUpdateError",
         "skyrl_train.errors.RolloutGapError",
         "skyrl_train.errors.WeightSyncError",

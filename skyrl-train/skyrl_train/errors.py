@@ -37,6 +37,10 @@ class WorkerMemoryError(WorkerError):
     """Worker process that ran out of memory, or was probably killed by the kernel for lack of memory."""
 
 
+class DiagnosticError(SkyRLError):
+    """Failure of training that the metrics show, with `trainer.on_diagnostic=stop`. The message has the evidence."""
+
+
 class NonFiniteUpdateError(SkyRLError):
     """Too many consecutive optimizer steps skipped because of non-finite gradients. The message names the first
     non-finite quantity."""

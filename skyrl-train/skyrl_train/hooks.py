@@ -19,6 +19,10 @@ class ObservedRun(Protocol):
     """Seconds of the phases of the current step."""
     run_folder: RunFolder
 
+    def request_stop(self, reason: Exception) -> None:
+        """End the run after this step, with a checkpoint and this error."""
+        ...
+
 
 class TrainerHook:
     """Base of hooks. All methods do nothing by default.

@@ -160,13 +160,17 @@ class TrainingRun(ABC):
             task.cancel()
             stopped.cancel()
 
+    def request_stop(self, reason: Exception) -> None:
+        """End the run after this step, with a checkpoint and this error."""
+        self.stop_request.make(reason)
+
     def rewind_step(self) -> None:
         """Return to the end of the previous step, if no model has changed since."""
         self.global_step -= 1
 
     async def _stop(self) -> NoReturn:
         """End the run on request, with a checkpoint of the last completed step."""
-        if self._saved_step < self.global_step:
+        if self._saved_step < self.global_step and self.cfg.trainer.ckpt_interval > 0:
             await self.save_checkpoint()
         await self.saver.wait()
         self.stop_request.end()

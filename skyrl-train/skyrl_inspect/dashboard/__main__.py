@@ -11,10 +11,10 @@ from pathlib import Path
 import uvicorn
 
 from skyrl_inspect.dashboard import agent_files
-from skyrl_inspect.dashboard.defaults import Defaults
 from skyrl_inspect.dashboard.runs_folder import RunsFolder
 from skyrl_inspect.dashboard.server import make_app
 from skyrl_inspect.dashboard.terminal import show
+from skyrl_inspect.defaults import Defaults
 from skyrl_train.errors import ConfigError, SkyRLError
 
 MIN_TOKEN = 16

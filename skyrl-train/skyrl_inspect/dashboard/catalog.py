@@ -15,9 +15,9 @@ import yaml
 
 from skyrl_gym.waits import HEADER_BYTES, has_ended, read_facts
 from skyrl_inspect.dashboard import agent_files
-from skyrl_inspect.dashboard.defaults import Defaults
 from skyrl_inspect.dashboard.json_lines import Cache, read_lines, sample_rows
 from skyrl_inspect.dashboard.runs_folder import FileState, FolderEntry, NotBelowError, RunsFolder, join
+from skyrl_inspect.defaults import Defaults
 from skyrl_train.types import JsonObject
 from skyrl_train.utils.explanations import TRAINER
 from skyrl_train.utils.run_folder import TRAJECTORIES_NAME

@@ -64,6 +64,8 @@ class CurveFile:
     def curve(self, name: str) -> tuple[list[int], list[float | None]]:
         """Return steps and values of a metric, ready for JSON; both empty if the metric is missing."""
         steps, values = self._columns.get(name, (array("q"), array("d")))
+        if name == TIME:  # Unix times have ten digits before the point
+            return list(steps), [value if math.isfinite(value) else None for value in values]
         return list(steps), [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
 
 

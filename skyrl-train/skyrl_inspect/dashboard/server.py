@@ -25,14 +25,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from skyrl_inspect.dashboard.catalog import Catalog, find_in_log, list_trajectory_steps
 from skyrl_inspect.dashboard.charts import build_overview, group_metrics, list_timing_stages
 from skyrl_inspect.dashboard.curves import TIME, Curves
-from skyrl_inspect.dashboard.defaults import Defaults
-from skyrl_inspect.dashboard.diagnostics import find_diagnostics
 from skyrl_inspect.dashboard.json_lines import parse
 from skyrl_inspect.dashboard.live import iter_change_events
 from skyrl_inspect.dashboard.renderers import FRAME_POLICY, render
+from skyrl_inspect.dashboard.run_diagnostics import read_run_diagnostics
 from skyrl_inspect.dashboard.runs_folder import NotBelowError, RunsFolder, join
 from skyrl_inspect.dashboard.steps import StepTrajectories
 from skyrl_inspect.dashboard.time_line import Timelines, build_trace_events
+from skyrl_inspect.defaults import Defaults
 from skyrl_train.utils.run_folder import replace_non_finite
 
 COOKIE = "skyrl_dashboard"
@@ -209,7 +209,7 @@ class RunQueries:
         """Return one run with its stored trajectory steps and diagnostics."""
         run = _run(request)
         row, curves = self._catalog.get_row(run), self._curves.read_curves(run)
-        found = find_diagnostics(lambda name: curves.curve(name)[1], curves.names)
+        found = read_run_diagnostics(self._folder, run, curves)
         steps = list_trajectory_steps(self._folder, run)
         return _to_json({"now": time.time(), **row, "steps": steps, "diagnostics": found})
 

@@ -20,9 +20,9 @@ from rich.text import Text
 from skyrl_inspect.dashboard.catalog import Catalog, find_runs, is_run, list_trajectory_steps
 from skyrl_inspect.dashboard.charts import build_overview
 from skyrl_inspect.dashboard.curves import Curves
-from skyrl_inspect.dashboard.defaults import Defaults
 from skyrl_inspect.dashboard.runs_folder import RunsFolder
 from skyrl_inspect.dashboard.steps import StepTrajectories
+from skyrl_inspect.defaults import Defaults
 from skyrl_train.errors import DataError
 from skyrl_train.types import JsonObject
 from skyrl_train.utils.progress import duration

@@ -21,6 +21,7 @@ WITHOUT_EFFECT = (
     "trainer.ckpt_path", "trainer.ckpt_interval", "trainer.ckpt_async", "trainer.max_ckpts_to_keep",
     "trainer.resume_mode", "trainer.resume_path", "trainer.resume_allow_changes",
     "trainer.export_path", "trainer.hf_save_interval", "trainer.print_example_interval", "trainer.curve_bands",
+    "trainer.on_diagnostic",
     "trainer.hooks", "trainer.show_progress",
     "trainer.dump_data_batch", "trainer.dump_eval_results", "trainer.dump_trajectories", "trainer.dump_token_columns",
     "trainer.max_trajectories_gb",

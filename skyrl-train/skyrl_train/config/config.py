@@ -42,6 +42,7 @@ DEFAULT_HOOKS = (
     "skyrl_inspect.plan.memory_report.MemoryReport",
     "skyrl_inspect.simulate.advice.AsyncAdvice",
     "skyrl_inspect.curve_bands.CurveBands",
+    "skyrl_inspect.diagnostics.hook.Diagnostics",
 )
 """Hooks of a run by default: import paths, because this package does not depend on the one that reads run folders."""
 
@@ -280,7 +281,12 @@ class TrainerConfig(BaseConfig):
 
     hooks: list[str] = field(default_factory=lambda: list(DEFAULT_HOOKS))
     """Subclasses of `skyrl_train.hooks.TrainerHook`, `package.module.Class` each, that observe the run (see
-    docs/extending.md). The default ones report memory, advise on asynchronous throughput, and check `curve_bands`."""
+    docs/extending.md). The default ones report memory, advise on asynchronous throughput, check `curve_bands`, and name
+    failures of training (`on_diagnostic`)."""
+
+    on_diagnostic: str = "warn"
+    """Reaction to a failure of training that the metrics show (docs/why-it-stopped-learning.md): `warn`; `stop` ends
+    the run with a checkpoint and an error; any other text is a shell command that gets the diagnostic as JSON."""
 
     ckpt_path: str = "${trainer.run_dir}/ckpts"
     """Folder of the checkpoints on a file system that all nodes share; or a URL of an object store,

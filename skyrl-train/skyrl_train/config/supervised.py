@@ -119,7 +119,7 @@ _SHARED = (
     "seed", "epochs", "max_training_steps", "train_batch_size",
     "micro_train_batch_size_per_gpu", "max_tokens_per_microbatch",
     "use_sample_packing", "use_shared_prefixes", "logprobs_chunk_size", "sequence_parallel_backend",
-    "eval_batch_size", "eval_before_train",
+    "eval_batch_size", "eval_before_train", "on_diagnostic",
     "eval_interval", "bf16", "flash_attn", "gradient_checkpointing", "gradient_checkpointing_use_reentrant",
     "compile_layers", "use_expandable_segments", "enable_ray_gpu_monitor", "log_path", "tags",
     "project_name", "run_name", "run_dir", "logger", "ckpt_path", "ckpt_interval", "ckpt_async",

@@ -13,6 +13,11 @@ from skyrl_train.errors import AllRolloutsFailedError, FailureKind
 from skyrl_train.rollouts.joining import merge_all_turns
 from skyrl_train.rollouts.types import NO_VERSION, Failure, RolloutBatch, Trajectory, TrajectoryGroup
 
+_REPETITION_GRAM = 8
+_REPETITION_WINDOW = 512
+_REPETITION_MIN_TOKENS = 64
+_REPETITION_WEIGHTS = np.power(np.int64(1_000_003), np.arange(_REPETITION_GRAM, dtype=np.int64))
+
 
 class MetricsOutput(TypedDict):
     """Scores of a batch; None where every trajectory failed."""
@@ -48,7 +53,8 @@ def compute_scores(groups: Sequence[TrajectoryGroup]) -> MetricsOutput:
 
 def compute_rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Compute all metrics of trajectories with turn lengths and environment metrics: `get_rollout_metrics`,
-    `generate/num_retries`, and `generate/entropy` if the engine reported log-probs."""
+    `generate/num_retries`, `generate/distinct_prompts_share` (of the batch's prompts, those with different tokens), and
+    `generate/entropy` if the engine reported log-probs."""
     metrics = get_rollout_metrics(
         *_get_tokens_and_rewards(trajectories),
         [trajectory.env_metrics for trajectory in trajectories],
@@ -58,6 +64,13 @@ def compute_rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, flo
         turn_lengths=[trajectory.turn_lengths for trajectory in trajectories],
     )
     metrics["generate/num_retries"] = float(sum(trajectory.num_retries for trajectory in trajectories))
+    prompts = {
+        trajectory.id.instance_id: tuple(trajectory.samples[0].prompt_ids)
+        for trajectory in trajectories
+        if trajectory.samples
+    }
+    if prompts:
+        metrics["generate/distinct_prompts_share"] = len(set(prompts.values())) / len(prompts)
     entropy = estimate_sampling_entropy(trajectories)
     return metrics if entropy is None else metrics | {"generate/entropy": entropy}
 
@@ -183,7 +196,8 @@ def get_rollout_metrics(
         rewards: B floats, or B lists of one float per token.
         env_metrics: metrics reported by each environment; None if it reports none. Needs `env_classes`.
         stop_reasons: gives `generate/stop_reason/<reason>`, the fraction of each.
-        failures: gives `generate/num_failed/<kind>`; failed trajectories affect no other metric except the fractions.
+        failures: gives `generate/num_failed/<kind>` and `generate/failed_share`, with several environments also
+            `generate/failed_share/<env_class>`; failed trajectories affect no other metric except the fractions.
         turn_lengths: number of generated tokens in each turn; gives `generate/avg_num_turns` and
             `generate/avg_tokens_per_turn`.
     """
@@ -198,6 +212,7 @@ def get_rollout_metrics(
         "generate/std_num_tokens": float(lengths.std()) if kept else None,
         "generate/avg_tokens_non_zero_rewards": _mean(lengths[rewarded]),
         "generate/avg_tokens_zero_rewards": _mean(lengths[~rewarded]),
+        "generate/repetition": _compute_repetition([responses[i] for i in kept]),
     }
     if turn_lengths is not None:
         found["generate/avg_num_turns"] = _mean(np.array([len(turn_lengths[i]) for i in kept], dtype=float))
@@ -209,7 +224,7 @@ def get_rollout_metrics(
         for reason in sorted({"stop", "length", *counts}):
             metrics[f"generate/stop_reason/{reason}"] = counts[reason] / len(stop_reasons)
     if failures is not None:
-        metrics |= _count_failures(failures)
+        metrics |= _count_failures(failures) | _compute_failed_shares(failed, env_classes)
     if env_metrics is not None and env_classes is not None:
         metrics |= _compute_environment_metrics(env_metrics, env_classes, kept)
     return metrics
@@ -232,6 +247,32 @@ def _total(reward: float | Sequence[float]) -> float:
 def _count_failures(failures: Sequence[Failure | None]) -> dict[str, float]:
     counts = Counter(failure.kind for failure in failures if failure is not None)
     return {f"generate/num_failed/{kind}": float(counts[kind]) for kind in get_args(FailureKind)}
+
+
+def _compute_failed_shares(failed: Sequence[bool], env_classes: Sequence[str] | None) -> dict[str, float]:
+    """Compute the fraction of failed trajectories, of all and of each environment if there are several."""
+    of_class: defaultdict[str, list[bool]] = defaultdict(list)
+    for env_class, is_failed in zip(env_classes or (), failed, strict=False):
+        of_class[env_class].append(is_failed)
+    shares = {"generate/failed_share": sum(failed) / len(failed)} if failed else {}
+    if len(of_class) > 1:
+        shares |= {f"generate/failed_share/{name}": sum(own) / len(own) for name, own in sorted(of_class.items())}
+    return shares
+
+
+def _compute_repetition(responses: Sequence[Sequence[int]]) -> float | None:
+    """Return the mean fraction of 8-grams among the last 512 tokens of a response that repeat an earlier one of these:
+    near 1 in a loop. Responses of fewer than 64 tokens count as 0; None without responses."""
+    shares: list[float] = []
+    for response in responses:
+        tokens = np.asarray(response[-_REPETITION_WINDOW:], dtype=np.int64)
+        if len(tokens) < _REPETITION_MIN_TOKENS:
+            shares.append(0.0)
+            continue
+        grams = np.lib.stride_tricks.sliding_window_view(tokens, _REPETITION_GRAM)
+        hashes = grams @ _REPETITION_WEIGHTS  # wraps around: equal grams have equal hashes
+        shares.append(1 - len(np.unique(hashes)) / len(hashes))
+    return _mean(np.array(shares))
 
 
 def _compute_environment_metrics(

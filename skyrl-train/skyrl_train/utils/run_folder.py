@@ -4,6 +4,7 @@
     config_1.yaml …                      configurations of earlier starts that differ, the oldest first
     starts.jsonl                         provenance of each start: versions, machine, data, tokenizer, environments
     metrics.jsonl                        one JSON object per line: step, time (Unix seconds), and the metrics
+    diagnostics.jsonl                    failures of training that the metrics show, one JSON object each
     fingerprints.jsonl                   hashes of each step's batch and of the weights after it
     trajectories/train_step_000012.jsonl one readable JSON object per trajectory
     trajectories/train_step_000012_tokens.jsonl
@@ -122,6 +123,11 @@ class RunFolder:
         return self.path / "fingerprints.jsonl"
 
     @property
+    def diagnostics_path(self) -> Path:
+        """File of the failures of training that the metrics show."""
+        return self.path / "diagnostics.jsonl"
+
+    @property
     def trajectories_folder(self) -> Path:
         return self.path / "trajectories"
 
@@ -189,6 +195,15 @@ class RunFolder:
     def append_fingerprints(self, step: int, record: JsonObject) -> None:
         """Append the hashes of a step."""
         _append_line(self.fingerprints_path, _format_json_line({"step": step} | record))
+
+    def append_diagnostic(self, step: int, record: JsonObject) -> None:
+        """Append a failure of training that the metrics show."""
+        _append_line(self.diagnostics_path, _format_json_line({"step": step, "time": round(time.time(), 3)} | record))
+
+    def read_diagnostics(self) -> Iterator[JsonObject]:
+        """Yield the records of `append_diagnostic`, oldest first; none if the file is missing."""
+        if self.diagnostics_path.exists():
+            yield from (row for _, row in read_json_lines(self.diagnostics_path))
 
     def append_timeline(self, step: int, record: JsonObject) -> None:
         """Append the timeline of a step, durably."""
@@ -269,7 +284,13 @@ class RunFolder:
 
         If killed in between, calling it again completes the work.
         """
-        for path in (self.metrics_path, self.timeline_path, self.starts_path, self.fingerprints_path):
+        for path in (
+            self.metrics_path,
+            self.timeline_path,
+            self.starts_path,
+            self.fingerprints_path,
+            self.diagnostics_path,
+        ):
             if path.exists():
                 kept = (line for line, row in read_json_lines(path) if row["step"] <= step)
                 write_atomically(path, b"".join(kept))

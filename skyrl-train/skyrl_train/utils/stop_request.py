@@ -1,4 +1,4 @@
-"""Request to end a run (SIGTERM), to which the run responds with a checkpoint."""
+"""Request to end a run (SIGTERM, or a hook's), to which the run responds with a checkpoint."""
 
 import asyncio
 import signal
@@ -18,6 +18,7 @@ class StopRequest:
     def __init__(self) -> None:
         self._made = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
+        self._reason: Exception | None = None
 
     @property
     def is_made(self) -> bool:
@@ -29,15 +30,20 @@ class StopRequest:
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGTERM, self._receive, loop, timeout_seconds)
 
+    def make(self, reason: Exception) -> None:
+        """Request the end from within the run, which ends with this error."""
+        self._reason = reason
+        self._made.set()
+
     async def wait(self) -> None:
         """Return when a request is made."""
         await self._made.wait()
 
     def end(self) -> NoReturn:
-        """End the run. Raises KeyboardInterrupt."""
+        """End the run. Raises the reason given to `make`; after a signal KeyboardInterrupt."""
         if self._deadline is not None:
             self._deadline.cancel()
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt if self._reason is None else self._reason
 
     def _receive(self, loop: asyncio.AbstractEventLoop, timeout_seconds: float) -> None:
         if self.is_made:

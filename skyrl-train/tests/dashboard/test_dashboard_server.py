@@ -17,12 +17,12 @@ from skyrl_gym.waits import HEADER_BYTES, start_ticks
 from skyrl_inspect.dashboard.__main__ import main, read_token
 from skyrl_inspect.dashboard.agent_files import to_row
 from skyrl_inspect.dashboard.catalog import log_facts
-from skyrl_inspect.dashboard.defaults import Defaults
 from skyrl_inspect.dashboard.json_lines import sample_rows
 from skyrl_inspect.dashboard.live import iter_change_events
 from skyrl_inspect.dashboard.renderers import FRAME_POLICY
 from skyrl_inspect.dashboard.runs_folder import NotBelowError, RunsFolder
 from skyrl_inspect.dashboard.server import make_app
+from skyrl_inspect.defaults import Defaults
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rollouts.timeline import Timeline
 from skyrl_train.utils.run_folder import RunFolder

@@ -85,6 +85,7 @@ def test_rollout_metrics_are_computed_for_three_trajectories():
         "generate/std_num_tokens": 1.0,
         "generate/avg_tokens_non_zero_rewards": 3.0,
         "generate/avg_tokens_zero_rewards": 1.0,
+        "generate/repetition": 0.0,
         "generate/stop_reason/stop": pytest.approx(1 / 3),
         "generate/stop_reason/length": pytest.approx(1 / 3),
         "generate/stop_reason/error": pytest.approx(1 / 3),
@@ -93,8 +94,46 @@ def test_rollout_metrics_are_computed_for_three_trajectories():
         "generate/num_failed/environment": 0.0,
         "generate/num_failed/reward": 0.0,
         "generate/num_failed/infrastructure": 0.0,
+        "generate/failed_share": pytest.approx(1 / 3),
         "environment/turns": 2.0,
     }
+
+
+def test_failed_share_is_computed_by_environment():
+    metrics = get_rollout_metrics(
+        [[1]] * 4, [0.0] * 4, [None] * 4, ["a", "b", "b", "a"], failures=[None, FAILED, FAILED, FAILED]
+    )
+    shares = {name: value for name, value in metrics.items() if "failed_share" in name}
+    prefix = "generate/failed_share"
+    assert shares == {prefix: 0.75, f"{prefix}/a": 0.5, f"{prefix}/b": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("response", "share"),
+    [
+        ([1, 2, 3] * 100, 1 - 3 / 293),
+        (list(range(300)), 0.0),
+        ([7] * 63, 0.0),  # too short to tell
+        ([*range(200), *[7] * 800], 1 - 1 / 505),  # the last 512 tokens
+    ],
+)
+def test_repetition_is_share_of_repeated_ngrams(response: list[int], share: float):
+    found = get_rollout_metrics([response, list(range(100))], [0.0, 0.0])["generate/repetition"]
+    assert found == pytest.approx(share / 2)
+
+
+def test_distinct_prompts_are_counted_by_tokens():
+    def trajectory(uid: str, prompt: list[int], repetition: int = 0) -> Trajectory:
+        return Trajectory(TrajectoryID(uid, repetition), [TrainingSample(prompt, [5], [1], [1.0])], env_class="gsm8k")
+
+    batch = [
+        trajectory("a", [1]),
+        trajectory("a", [1], 1),
+        trajectory("b", [1]),
+        trajectory("c", [2]),
+        trajectory("d", [2]),
+    ]
+    assert compute_rollout_metrics(batch)["generate/distinct_prompts_share"] == 0.5
 
 
 def test_sampled_entropy_counts_every_generated_token_once():

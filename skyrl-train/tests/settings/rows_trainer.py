@@ -377,6 +377,7 @@ ROWS: list[Row | OneChoice] = [
     Row("trainer.show_progress", False, shows_progress),
     Row("trainer.hooks", [], log),
     Row("trainer.curve_bands", "{folder}/no_bands.yaml", start_error),
+    Row("trainer.on_diagnostic", "stop", error, {"trainer.max_training_steps": 6, "trainer.epochs": 5}),
     Row("trainer.ckpt_path", "{run}/../elsewhere", files, CHECKPOINTS),
     Row("trainer.ckpt_interval", 2, files, CHECKPOINTS),
     Row("trainer.ckpt_async", True, checkpoint_calls, CHECKPOINTS),

@@ -19,9 +19,9 @@ import pytest
 from starlette.testclient import TestClient
 from tx_server import ServerProcess
 
-from skyrl_inspect.dashboard.defaults import Defaults
 from skyrl_inspect.dashboard.runs_folder import RunsFolder
 from skyrl_inspect.dashboard.server import make_app
+from skyrl_inspect.defaults import Defaults
 from skyrl_inspect.explain.evidence import observe
 from tx.errors import ConfigError
 from tx.run.console import Console

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from skyrl_inspect.dashboard.catalog import Catalog
-from skyrl_inspect.dashboard.defaults import Defaults
 from skyrl_inspect.dashboard.runs_folder import RunsFolder
 from skyrl_inspect.dashboard.steps import StepTrajectories
+from skyrl_inspect.defaults import Defaults
 from tx.tinker.commands import Sample, Save, SaveEffect, StoredCommand
 from tx.tinker.service import kept_samples, run_files
 from tx.tinker.service.kept_samples import KeptSamples

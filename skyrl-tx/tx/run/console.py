@@ -31,9 +31,9 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from skyrl_inspect.dashboard.defaults import Defaults
 from skyrl_inspect.dashboard.runs_folder import FolderEntry, NotBelowError, RunsFolder
 from skyrl_inspect.dashboard.server import HEADERS, make_app
+from skyrl_inspect.defaults import Defaults
 from skyrl_train.errors import DataError
 from tx.errors import ConfigError
 from tx.tinker.api import get_address, open_socket

@@ -101,7 +101,7 @@ export async function curvesPage({ run, query, head }, main, signal) {
   const none = count ? null : el("p", { class: "quiet" }, "No step has ended yet.");
   const summary = el("div", { class: "card" }, facts([["Model", head.model], ["Environment", head.environment], ["Seed", head.seed], ["Seconds a step", head.step_seconds && number(head.step_seconds, 3)], ["Running for", head.started && duration(head.updated - head.started)]]));
   const diagnostics = el("div", { class: "diagnostics" });
-  const drawDiagnostics = (found) => diagnostics.replaceChildren(...found.map((text) => el("p", { class: "notice" }, text)));
+  const drawDiagnostics = (found) => diagnostics.replaceChildren(...found.map(drawDiagnostic));
   drawDiagnostics(head.diagnostics);
   main.replaceChildren(
     el("section", {}, summary, diagnostics),
@@ -116,4 +116,11 @@ export async function curvesPage({ run, query, head }, main, signal) {
     if (names.length !== known && !known) return void dispatchEvent(new Event("hashchange"));
     redraw();
   };
+}
+
+function drawDiagnostic({ name, onset, evidence, advice, settings, page }) {
+  const causes = settings.map((text) => el("code", {}, text));
+  return el("div", { class: "notice" },
+    el("strong", {}, name), ` since step ${onset}: ${evidence} ${advice} `, ...causes.flatMap((code) => [code, " "]),
+    el("span", { class: "small" }, page));
 }

@@ -1,6 +1,6 @@
 """Defaults of all settings, computed by a process that ends: they need the losses' modules, and so torch.
 
-`python -m skyrl_train.dashboard.defaults` prints them as JSON.
+`python -m skyrl_inspect.defaults` prints them as JSON.
 """
 
 import json
@@ -26,7 +26,7 @@ class Defaults:
         Thread(target=self._load, daemon=True).start()
 
     def _load(self) -> None:
-        command = [sys.executable, "-m", "skyrl_inspect.dashboard.defaults"]
+        command = [sys.executable, "-m", "skyrl_inspect.defaults"]
         try:
             made = subprocess.run(command, capture_output=True, timeout=TIMEOUT_SECONDS, check=True)
             self.values = json.loads(made.stdout)
