@@ -249,7 +249,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         cases = item.session.stash.setdefault(CASES_BEFORE, Counter())
         cases[function] += 1
         if cases[function] > 1:
-            item.add_marker("slow")
+            item.add_marker("full" if item.get_closest_marker("slow") else "slow")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -114,6 +114,7 @@ ABSENT = {
 
 
 @pytest.mark.slow
+@pytest.mark.first_case
 @pytest.mark.parametrize("line, statement", ABSENT.values(), ids=ABSENT)
 async def test_missing_requested_code_is_agent_failure(play, line, statement):
     row = ROW | with_files(test_calc__py=f"{line}\n{TESTS.partition(chr(10))[2]}") | {"problem_statement": statement}

@@ -75,8 +75,9 @@ def contents(cfg: SkyRLConfig) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
 # Each size ends the run at another write: the owner's record, the settings, the dumped batch, tokens and trajectories,
 # metrics, export, checkpoint, and these of the second step.
 @pytest.mark.slow
+@pytest.mark.first_case
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("kind", ["asynchronous", "synchronous"])
 def test_full_disk_ends_run_with_named_file_and_exact_resume(
     disk: Callable[[int], Path], tmp_path: Path, chat_model: str, capfd: pytest.CaptureFixture[str], kind: str
 ):

@@ -65,6 +65,7 @@ def test_estimator_and_loss_learn_bandit(estimator: str, loss: str, seed: int):
 
 
 @pytest.mark.slow
+@pytest.mark.first_case
 @pytest.mark.parametrize("seed", [SEEDS[0], *OTHER_SEEDS])
 @pytest.mark.parametrize(
     ("task", "estimator", "loss", "corridor", "num_steps"),
@@ -86,6 +87,7 @@ def test_harder_tasks_are_learned(task: Task, estimator: str, loss: str, corrido
 
 
 @pytest.mark.slow
+@pytest.mark.first_case
 @pytest.mark.parametrize("reduction", ["sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"])
 def test_every_reduction_learns_to_copy(reduction: str):
     algorithm: dict[str, Any] = dict(advantage_estimator="rloo", loss_reduction=reduction, max_seq_len=2)

@@ -339,6 +339,7 @@ async def test_engine_dropping_requests_on_cancellation_is_named(tiny, monkeypat
 
 
 @pytest.mark.slow
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "make, check, says",
     [

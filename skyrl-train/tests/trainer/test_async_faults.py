@@ -180,7 +180,7 @@ def num_steps_of(cfg: SkyRLConfig) -> int:
         pytest.param(AS_FINISHED, FAULTS[::-1], id="groups go on over a sync", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("every", [40, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
+@pytest.mark.parametrize("every", [40, pytest.param(1, marks=[pytest.mark.full, pytest.mark.timeout(400)])])
 async def test_run_fault_at_any_await_loses_no_groups(
     make_settings: Any, schedule: Mapping[str, str], faults: list[Fault], every: int
 ):

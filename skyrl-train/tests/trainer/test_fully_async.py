@@ -83,6 +83,7 @@ def test_one_step_off_trains_with_staleness_1_and_is_repeatable(settings: Any, m
 
 
 @pytest.mark.slow
+@pytest.mark.first_case
 @pytest.mark.parametrize("on_stale", ["regenerate", "drop", "mask"])
 def test_each_prompt_is_trained_equally_often_for_every_stale_policy(
     settings: Any, merged: Any, run: Any, tmp_path: Path, on_stale: str

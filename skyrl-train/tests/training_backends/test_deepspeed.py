@@ -69,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@stages(2, 3)
+@stages(3)
 def test_two_ranks_match_single_fsdp2_rank(ranks: BackendRanks, model: str, stage: int):
     check_layout(ranks, model, layout(stage))
 
@@ -84,13 +84,8 @@ DIVISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# One division of each stage; `full` has the product.
-CHOSEN = {
-    (0, "critic with adapters"),
-    (1, "critic, recomputed, padded rows"),
-    (2, "one rank"),
-    (3, "adapters, shared sequences"),
-}
+# `full` has the product.
+CHOSEN = {(1, "critic, recomputed, padded rows"), (3, "adapters, shared sequences")}
 
 
 @pytest.mark.parametrize(
@@ -285,7 +280,7 @@ def moments_forgotten(*args: Any) -> Any:
     return backend
 
 
-FAULTS = [  # the first four are slow, each kind once; the others are full
+FAULTS = [
     (boundary_at_every_backward, 2, "agreement"),
     (last_rank_dropped, 3, "agreement"),
     (steps_on_broken_gradients, 2, "skipped_update"),
@@ -296,12 +291,11 @@ FAULTS = [  # the first four are slow, each kind once; the others are full
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("fault", "stage", "invariance"),
-    [
-        pytest.param(*fault, marks=pytest.mark.slow if number < 4 else pytest.mark.full)
-        for number, fault in enumerate(FAULTS)
-    ],
+    FAULTS,
 )
 def test_check_names_injected_fault(
     ranks: BackendRanks, model: str, fault: Callable[..., Any], stage: int, invariance: str

@@ -49,7 +49,7 @@ def test_two_fsdp2_ranks_equal_one(ranks: BackendRanks, tiny_model: str):
 
 
 # Parts of these are a member of their own.
-FULL_LAYOUTS = {"two ranks, sequence parallel", "two replicas of two ranks", "padded rows", "a reference"}
+FULL_LAYOUTS = FSDP2.keys() - {"two replicas, sequence parallel", "adapters", "a critic"}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_moves_to_host_memory_keep_results(ranks: BackendRanks, larger_model: st
         assert stayed and all(torch.equal(weight, moved[name]) for moved in others for name, weight in stayed.items())
 
 
-@pytest.mark.slow
+@pytest.mark.full  # `test_runs_across_backends.py` resumes a run under another one
 def test_training_resumes_under_all_other_backends(ranks: BackendRanks, larger_model: str):
     check_resuming(ranks, larger_model, BACKENDS)
 
@@ -128,6 +128,7 @@ def mixture(save_mixture: Callable[..., str], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.slow
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "division", [Layout(2), Layout(4, {"policy": {"fsdp_config": {"fsdp_size": 2}}})], ids=["2 ranks", "2 x 2 ranks"]
 )
@@ -265,10 +266,10 @@ def test_check_names_transposed_expert(ranks: BackendRanks, mixture: str):
     ("fault", "invariance"),
     [
         (GradientOfOneRank, "agreement"),
-        pytest.param(LastMicroBatchOnly, "agreement", marks=pytest.mark.slow),
+        pytest.param(LastMicroBatchOnly, "agreement", marks=pytest.mark.full),
         pytest.param(StepsWithNan, "skipped_update", marks=pytest.mark.slow),
-        pytest.param(ForgottenMoments, "deterministic", marks=pytest.mark.slow),
-        pytest.param(HalfOfTheRows, "agreement", marks=pytest.mark.slow),
+        pytest.param(ForgottenMoments, "deterministic", marks=pytest.mark.full),
+        pytest.param(HalfOfTheRows, "agreement", marks=pytest.mark.full),
     ],
 )
 def test_check_names_injected_fault(ranks: BackendRanks, tiny_model: str, fault: type[FSDP2Backend], invariance: str):

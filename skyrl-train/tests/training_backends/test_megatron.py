@@ -109,9 +109,9 @@ LAYOUTS = [  # slow: each kind of division once; what the model's family or a co
     ("dense", layout(4, **TENSOR, **STAGES)),
     ("mixture", layout(2, **TENSOR, **EXPERTS)),
     ("untied", layout(2, model="critic", recompute=True)),
-    ("half mixture", layout(2, **STAGES)),
 ]
 OTHER_LAYOUTS = [
+    ("half mixture", layout(2, **STAGES)),
     ("dense", layout(2, **STAGES)),
     ("dense", layout(2, **TENSOR, recompute=True)),
     (

@@ -189,7 +189,7 @@ PASSED_ON = (
 )
 
 
-WAITS = ("check_pause_keep_stops", "check_update_during_responses")
+WAITS = ("check_abort", "check_pause_keep_stops", "check_pause_keep_changes_nothing", "check_update_during_responses")
 """Checks of half a minute each: the other pauses and updates show that the calls pass the server."""
 
 

@@ -42,7 +42,13 @@ async def subject(tmp_path_factory: pytest.TempPathFactory):
     await engine.teardown()
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=str)
+LONG = ("check_concurrent_adapters",)
+"""Checks of two minutes."""
+
+
+@pytest.mark.parametrize(
+    "check", [pytest.param(check, id=check.name, marks=[pytest.mark.full] * (check.name in LONG)) for check in CHECKS]
+)
 async def test_vllm_conforms_to_engine_contract(check: Check, subject: EngineUnderTest):
     outcome = await run_check(check, subject)
     if outcome.result == "lacks":
