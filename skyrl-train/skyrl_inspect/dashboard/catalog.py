@@ -14,7 +14,7 @@ from typing import Literal, cast
 import yaml
 
 from skyrl_gym.waits import HEADER_BYTES, has_ended, read_facts
-from skyrl_inspect.dashboard import agent_files
+from skyrl_inspect.dashboard import agent_files, run_diagnostics
 from skyrl_inspect.dashboard.json_lines import Cache, read_lines, sample_rows
 from skyrl_inspect.dashboard.runs_folder import FileState, FolderEntry, NotBelowError, RunsFolder, join
 from skyrl_inspect.defaults import Defaults
@@ -151,6 +151,7 @@ class Catalog:
     def get_file_states(self, run: str) -> dict[str, FileState | None]:
         """Return the states of the files that show whether a run is running."""
         paths = ("config.yaml", "metrics.jsonl", "logs/trainer.log", "rollouts/timeline.jsonl", agent_files.NAME)
+        paths += (run_diagnostics.NAME,)
         return {path: self._folder.state(join(run, path)) for path in paths}
 
     def _is_killed(self, run: str) -> bool:
@@ -191,6 +192,7 @@ class Catalog:
             "is_agent_file": states["config.yaml"] is None and states[agent_files.NAME] is not None,
             "outcome": log["outcome"],
             "message": log["message"],
+            "diagnostics": list(dict.fromkeys(row["name"] for row in run_diagnostics.read_recorded(self._folder, run))),
             "metric": metric,
             "curve": [[step for step, _ in points], [float(f"{value:.5g}") for _, value in points]],
         }

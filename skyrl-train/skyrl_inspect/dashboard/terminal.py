@@ -20,6 +20,7 @@ from rich.text import Text
 from skyrl_inspect.dashboard.catalog import Catalog, find_runs, is_run, list_trajectory_steps
 from skyrl_inspect.dashboard.charts import build_overview
 from skyrl_inspect.dashboard.curves import Curves
+from skyrl_inspect.dashboard.run_diagnostics import read_run_diagnostics
 from skyrl_inspect.dashboard.runs_folder import RunsFolder
 from skyrl_inspect.dashboard.steps import StepTrajectories
 from skyrl_inspect.defaults import Defaults
@@ -32,6 +33,7 @@ SECONDS = 1.0
 
 MAX_CURVES = 6
 NUM_SAMPLES = 3
+MAX_DIAGNOSTICS = 4
 CURVE_ROWS = 3
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _COLOURS = {"finished": "green", "running": "cyan", "failed": "red", "stopped": "yellow", "silent": "yellow"}
@@ -60,6 +62,9 @@ class RunView:
     failure: str | None = None
     """Message of one of the failures."""
 
+    diagnostics: Sequence[JsonObject] = ()
+    """Failures of training that the metrics show, oldest first."""
+
 
 class RunReader:
     """Reader of the run folder `path`.
@@ -86,9 +91,10 @@ class RunReader:
         for chart in build_overview(file.names)[:MAX_CURVES]:
             values = [value for value in file.curve(next(iter(chart["metrics"])))[1] if value is not None]
             curves.append((chart["title"], values))
+        found = read_run_diagnostics(self._folder, ".", file)
         steps = list_trajectory_steps(self._folder, ".")["train"]
         if not steps:
-            return RunView(row, curves)
+            return RunView(row, curves, diagnostics=found)
         rows = [row for row in self._steps.summary(".", "train", steps[-1])["rows"] if not row.get("is_broken")]
         failed = [row["failure"] for row in rows if row["failure"]]
         return RunView(
@@ -99,6 +105,7 @@ class RunReader:
             Counter(failure["kind"] for failure in failed),
             len(rows),
             failed[0]["message"] if failed else None,
+            found,
         )
 
 
@@ -110,6 +117,9 @@ def render(view: RunView, now: float, width: int = 100) -> RenderableType:
         width: columns of the terminal.
     """
     parts: list[RenderableType] = [_render_header(view.row, now), _render_progress(view.row, now, width)]
+    for found in view.diagnostics[-MAX_DIAGNOSTICS:]:
+        text = f"{found['name']} since step {found['onset']}: {found['evidence']} {found['advice']}"
+        parts.append(Text(to_printable(text), style="yellow"))
     if view.curves:
         columns = max(1, min(3, width // 34))
         parts.append(

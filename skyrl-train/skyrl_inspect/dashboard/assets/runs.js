@@ -28,7 +28,8 @@ function row(run, picked, onPick) {
   return el("tr", { tabindex: 0, onclick: () => (location.hash = href) },
     el("td", {}, box),
     el("td", {}, el("a", { href, tabindex: -1 }, run.name), run.run !== run.name ? el("div", { class: "quiet small" }, run.run) : null, el("div", { class: "quiet small" }, [run.environment, run.model && String(run.model).split("/").at(-1)].filter(Boolean).join(" · "))),
-    el("td", {}, badge(run.state, run.state), el("div", { class: "quiet small" }, `${run.state === "running" ? "" : "since "}${run.state === "running" ? (left ? `${duration(left)} left` : "") : moment(run.since)}`), run.message ? el("div", { class: "small quiet", title: run.message }, run.message.slice(0, 90)) : null),
+    el("td", {}, badge(run.state, run.state), el("div", { class: "quiet small" }, `${run.state === "running" ? "" : "since "}${run.state === "running" ? (left ? `${duration(left)} left` : "") : moment(run.since)}`), run.message ? el("div", { class: "small quiet", title: run.message }, run.message.slice(0, 90)) : null,
+      el("div", { class: "chips" }, run.diagnostics.map((name) => el("span", { class: "chip warn" }, name)))),
     el("td", {}, run.step === null ? el("span", { class: "quiet" }, "–") : el("span", { class: "number" }, run.total ? `${run.step} / ${run.total}` : String(run.step)), done === null ? null : el("div", { class: "bar" }, el("i", { style: { width: `${100 * done}%` } }))),
     el("td", { title: run.metric ?? "" }, spark(run.curve)),
     el("td", { class: "number" }, number(run.curve[1].at(-1), 3), el("div", { class: "quiet small" }, run.metric ? short(run.metric) : "")),
@@ -49,7 +50,7 @@ export async function runsPage(place, main) {
   let data = null;
   function draw() {
     const query = search.value.trim().toLowerCase();
-    const rows = data.runs.filter((run) => (!state.value || run.state === state.value) && (!query || `${run.name} ${run.run} ${run.model} ${run.environment} ${JSON.stringify(run.changed)}`.toLowerCase().includes(query)));
+    const rows = data.runs.filter((run) => (!state.value || run.state === state.value) && (!query || `${run.name} ${run.run} ${run.model} ${run.environment} ${run.diagnostics} ${JSON.stringify(run.changed)}`.toLowerCase().includes(query)));
     const focused = [...body.children].indexOf(document.activeElement);
     body.replaceChildren(...rows.map((run) => row(run, picked, pick)));
     if (focused >= 0) body.children[focused]?.focus();
