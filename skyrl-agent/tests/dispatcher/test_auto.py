@@ -166,6 +166,7 @@ def test_stage_with_explicit_limit_is_not_sized():
 
 
 @pytest.mark.slow
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", FAMILY)
 def test_auto_matches_best_fixed_dispatcher(name):
     """Total time of the third epoch over the same instances."""

@@ -147,6 +147,7 @@ def test_command_without_server_exits_with_two(command, capsys, tmp_path):
 
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.first_case
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_keeps_finished_and_unfinished_trajectories(command, tmp_path, capsys, number):
     is_slow, waits = True, set()

@@ -72,6 +72,7 @@ VARIANTS = [
 
 
 @pytest.mark.slow
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("variant", "metric"),
     [pytest.param(*each, id="-".join(map(str, each[0].values()))) for each in VARIANTS],
@@ -126,6 +127,7 @@ def test_async_run_distils_with_teacher_of_each_row(distil: Distil):
 
 
 @pytest.mark.slow
+@pytest.mark.first_case
 @pytest.mark.parametrize("engine", [{}, ENGINE], ids=["workers", "engine"])
 def test_resumed_run_equals_uninterrupted_run(engine: dict[str, Any], distil: Distil, merged: Any):
     def changes(steps: int) -> dict[str, Any]:

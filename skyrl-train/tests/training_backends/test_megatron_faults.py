@@ -118,6 +118,7 @@ def doubled_scale(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("fault", "invariance"), [(last_micro_batch_only, "micro_batches"), (doubled_scale, "agreement")]
 )
@@ -185,6 +186,7 @@ def shards_of_one_rank_in_the_norm(*args: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("fault", "division", "words"),
     [

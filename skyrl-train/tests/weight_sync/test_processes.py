@@ -147,6 +147,7 @@ def peak_bytes(pid: int, *, reset: bool = False) -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("ways", [FULL[0], WAYS[1], FULL[2], WAYS[3]], ids="-".join)
 def test_peak_memory_is_few_buckets_on_both_sides(ways, tmp_path):
     """A model of 320 MB in buckets of 20 MB, from 80 tensors of 4 MB (8 MB as float32) that are made one by one.
