@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -60,6 +61,8 @@ def describe_start(cfg: SkyRLConfig, dataset: Dataset | None, tokenizer: PreTrai
     """Return the inputs of a run other than its settings, as JSON values."""
     return {
         "format": FORMAT,
+        "command": shlex.join(sys.orig_argv),
+        "folder": os.getcwd(),
         "libraries": list_installed(),
         "code": {package: code_digest(package) for package in ("skyrl_train", "skyrl_gym")},
         "machine": machine(),

@@ -6,6 +6,7 @@ A run is a folder with `config.yaml`, `metrics.jsonl` or `trajectories`. Its nam
 import contextlib
 import math
 import re
+import shlex
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ import yaml
 
 from skyrl_gym.waits import HEADER_BYTES, has_ended, read_facts
 from skyrl_inspect.dashboard import agent_files, run_diagnostics
-from skyrl_inspect.dashboard.json_lines import Cache, read_lines, sample_rows
+from skyrl_inspect.dashboard.json_lines import Cache, parse, read_lines, sample_rows
 from skyrl_inspect.dashboard.runs_folder import FileState, FolderEntry, NotBelowError, RunsFolder, join
 from skyrl_inspect.defaults import Defaults
 from skyrl_train.types import JsonObject
@@ -37,6 +38,7 @@ MAX_CHANGES = 40
 """Changed settings that a row of the list names."""
 
 MAX_CONFIG = 4 << 20
+MAX_STARTS = 4 << 20
 SILENT_AFTER = 120.0
 """Seconds without a change after which a run counts as silent, or five of its steps if that is longer."""
 
@@ -292,6 +294,18 @@ def iter_flattened(tree: object, prefix: str = "") -> Iterator[tuple[str, object
             yield from iter_flattened(value, f"{prefix}.{key}" if prefix else str(key))
     elif prefix:
         yield prefix, _to_plain(tree)
+
+
+def find_command(folder: RunsFolder, run: str) -> str | None:
+    """Return the command of a run's last start, which resumes it; None if the run recorded none."""
+    path = join(run, "starts.jsonl")
+    if folder.state(path) is None:
+        return None
+    with folder.open(path) as file:
+        starts = [parse(line) for line in file.read(MAX_STARTS).splitlines()]
+    last = next((start for start in reversed(starts) if start is not None), {})
+    command, where = last.get("command"), last.get("folder")
+    return f"cd {shlex.quote(where)} && {command}" if isinstance(command, str) and isinstance(where, str) else None
 
 
 def find_in_log(folder: RunsFolder, path: str, query: str, max_hits: int = 200) -> list[tuple[int, str]]:

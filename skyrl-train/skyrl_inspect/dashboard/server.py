@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skyrl_inspect.dashboard.catalog import Catalog, find_in_log, list_trajectory_steps
+from skyrl_inspect.dashboard.catalog import Catalog, find_command, find_in_log, list_trajectory_steps
 from skyrl_inspect.dashboard.charts import build_overview, group_metrics, list_timing_stages
 from skyrl_inspect.dashboard.curves import TIME, Curves
 from skyrl_inspect.dashboard.json_lines import parse
@@ -211,7 +211,8 @@ class RunQueries:
         row, curves = self._catalog.get_row(run), self._curves.read_curves(run)
         found = read_run_diagnostics(self._folder, run, curves)
         steps = list_trajectory_steps(self._folder, run)
-        return _to_json({"now": time.time(), **row, "steps": steps, "diagnostics": found})
+        again = find_command(self._folder, run)
+        return _to_json({"now": time.time(), **row, "steps": steps, "diagnostics": found, "command": again})
 
     def metrics(self, request: Request) -> Response:
         """Return the names of a run's metrics, in groups and as the charts of its overview."""

@@ -106,14 +106,16 @@ def find_diagnostics(history: History, settings: RunSettings | None = None) -> l
 
 
 def _check_reward_collapse(history: History) -> Finding | None:
-    """The reward has lost half of its best, and more than four times its usual change from step to step. Where that
-    change is not known yet, it is the same in all recent steps."""
+    """The reward has lost half of its best, and more than four times its noise; or the rewards of each group are equal,
+    so that the recent ones have little noise."""
     recent, earlier = history.recent(REWARD), history.earlier(REWARD)
     if not recent or not earlier:
         return None
-    peak = compute_peak(earlier)
+    equal = history.recent(EQUAL_GROUPS)
+    is_still = min(equal) >= 0.99 if equal else max(recent) == min(recent)
+    peak = max(earlier) if is_still else compute_peak(earlier)
     drop = peak - max(recent)
-    is_clear = drop > 4 * compute_noise(earlier) if len(earlier) > RECENT else max(recent) == min(recent)
+    is_clear = is_still or (len(earlier) > RECENT and drop > 4 * compute_noise(earlier))
     if drop <= 0 or drop < 0.5 * abs(peak) or not is_clear:
         return None
     onset = history.find_onset(REWARD, lambda value: value <= peak - 0.5 * drop)
@@ -209,14 +211,13 @@ def _check_gradient_norm(history: History) -> Finding | None:
 
 
 def _check_learning_rate(history: History) -> Finding | None:
-    """The learning rate tripled from one step to the next, to more than it ever was."""
-    rates = history.values("policy/policy_lr")[-RECENT - 1 :]
-    highest = max(history.earlier("policy/policy_lr"), default=0.0)
-    for i in range(1, len(rates)):
-        if rates[i - 1] > 0 and rates[i] > 3 * max(rates[i - 1], highest):
-            return Finding(
-                history.step - len(rates) + 1 + i, f"The learning rate rose from {rates[i - 1]:.3g} to {rates[i]:.3g}."
-            )
+    """The learning rate tripled from one step to the next, to more than it ever was, and not in a warmup: it did not
+    rise in the step before."""
+    rates = history.values("policy/policy_lr")
+    for i in range(max(2, len(rates) - RECENT), len(rates)):
+        before, now = rates[i - 1], rates[i]
+        if before <= rates[i - 2] and before > 0 and now > 3 * max(rates[:i]):
+            return Finding(history.step - len(rates) + 1 + i, f"The learning rate rose from {before:.3g} to {now:.3g}.")
     return None
 
 
@@ -235,14 +236,13 @@ def _check_ratio_deviation(history: History) -> Finding | None:
 
 
 def _check_skipped_updates(history: History) -> Finding | None:
-    """Two of five updates were skipped, because their gradient was not finite."""
+    """In two of five steps updates were skipped, because their gradients were not finite."""
     for model in ("policy", "critic", "train"):
         skipped = history.recent(f"{model}/skipped_updates", 5) or history.recent(f"{model}/skipped_updates", 2)
         if sum(number > 0 for number in skipped) >= 2:
             onset = history.step - len(skipped) + 1 + next(i for i, number in enumerate(skipped) if number > 0)
-            return Finding(
-                onset, f"{sum(skipped):g} updates of {model} in {len(skipped)} steps were skipped: not finite."
-            )
+            evidence = f"{fmean(skipped):.0%} of the updates in the last {len(skipped)} steps were skipped"
+            return Finding(onset, f"{evidence} ({model}): their gradients were not finite.")
     return None
 
 
@@ -262,17 +262,18 @@ def _check_kl_runaway(history: History) -> Finding | None:
 
 
 def _check_value_loss(history: History) -> Finding | None:
-    """The critic's loss is 10 times its median and twice its start."""
+    """The critic's loss is 10 times its median and twice its start, or 10 times that of the first step."""
     name = "critic/critic_loss"
     recent, earlier = history.recent(name), history.earlier(name)
-    if not recent or len(earlier) < RECENT:
+    if not recent or not earlier:
         return None
-    limit = max(10 * compute_median(earlier), 2 * compute_start(earlier))
+    limit = min(max(10 * compute_median(earlier), 2 * compute_start(earlier)), 10 * earlier[0])
     if limit <= 0 or min(recent) <= limit:
         return None
     return Finding(
         history.find_onset(name, lambda loss: loss > limit),
-        f"The critic's loss is {fmean(recent):.3g}; its median was {compute_median(earlier):.3g}.",
+        f"The critic's loss is {fmean(recent):.3g}; it began at {earlier[0]:.3g}, its median was "
+        f"{compute_median(earlier):.3g}.",
     )
 
 
@@ -406,10 +407,12 @@ def _check_engine_mismatch(history: History) -> Finding | None:
 
 
 def _is_solved(history: History, share: float = 0.95) -> bool:
-    """Return whether so many prompts have a rewarded response."""
+    """Return whether so many prompts have a rewarded response, and the reward is near its best: an environment may
+    reward every response a little."""
+    rewards = history.recent(REWARD)
     for name in history.find_names("reward/avg_pass_at_*"):
-        recent = history.recent(name)
-        return bool(recent) and fmean(recent) >= share
+        recent, best = history.recent(name), max(history.values(REWARD), default=0.0)
+        return bool(recent) and fmean(recent) >= share and bool(rewards) and fmean(rewards) >= 0.8 * best
     return False
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 import ray
 from loguru import logger
@@ -12,6 +13,9 @@ from skyrl_train.env_vars import forwarded_environment
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.gpus import GPU_REMEDY, NO_GPUS, check_local_gpus
 from skyrl_train.utils.nodes import set_node_address
+
+START_TIMEOUT = "timed out during startup"
+"""Part of Ray's error when its processes did not start in time."""
 
 LOCAL_CLUSTER = {
     "RAY_AUTH_MODE": "disabled",  # a cluster of this machine only, on loopback
@@ -58,15 +62,28 @@ def start_ray(cfg: SkyRLConfig) -> None:
         check_local_gpus()
     warn_of_few_cpus(cfg)
     os.environ.update(LOCAL_CLUSTER | os.environ)
-    ray.init(
-        address="local",  # not another user's cluster on this machine
-        num_cpus=max(os.cpu_count() or 1, num_processes(cfg)),
-        include_dashboard=False,
-        log_to_driver=False,  # every process has a log file in the run folder
-        runtime_env=runtime_env,
-        _node_ip_address="127.0.0.1",
-    )
+    _start_local_cluster(max(os.cpu_count() or 1, num_processes(cfg)), runtime_env)
     add_facts(ray=ray.get_runtime_context().gcs_address)
+
+
+def _start_local_cluster(num_cpus: int, runtime_env: dict[str, Any]) -> None:
+    """Start Ray on this machine. On a loaded machine its 30 s for that may not suffice: it is started once more. The
+    processes of the first start end with this one."""
+    for is_last in (False, True):
+        try:
+            ray.init(
+                address="local",  # not another user's cluster on this machine
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,  # every process has a log file in the run folder
+                runtime_env=runtime_env,
+                _node_ip_address="127.0.0.1",
+            )
+            return
+        except Exception as error:  # Ray has no type for it
+            if is_last or START_TIMEOUT not in str(error):
+                raise
+            logger.warning("Ray did not start within 30 s and is started again; this machine is loaded")
 
 
 def warn_of_few_cpus(cfg: SkyRLConfig) -> None:

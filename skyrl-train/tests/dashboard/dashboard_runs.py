@@ -15,9 +15,9 @@ HOSTILE = (
 )
 CONFIG = """trainer:
   run_name: {name}
-  seed: 7
+  seed: {seed}
   algorithm: {{use_kl_loss: true}}
-  policy: {{model: {{path: tiny}}}}
+  policy: {{model: {{path: tiny}}, optimizer_config: {{lr: {lr:.1e}}}}}
 environment: {{env_class: gsm8k}}
 """
 
@@ -47,15 +47,26 @@ def trajectory(
     }
 
 
-def write_run(path: Path, num_steps: int = 3, *, total: int = 3, last_record: str = "") -> RunFolder:
+def write_run(
+    path: Path,
+    num_steps: int = 3,
+    *,
+    total: int = 3,
+    last_record: str = "",
+    name: str | None = None,
+    seed: int = 7,
+    lr: float = 1e-6,
+) -> RunFolder:
     """Write a run of a few steps, two prompts of two samples each; the first prompt's rewards are equal.
 
     Args:
         total: steps that its log announces.
         last_record: level and text of a last record of the log.
+        name: of the run; None: of its folder.
+        seed, lr: settings.
     """
     run = RunFolder(path)
-    run.write_config(CONFIG.format(name=path.name))
+    run.write_config(CONFIG.format(name=name or path.name, seed=seed, lr=lr))
     lines = [f"2026-01-01 00:00:00 INFO    step plan\nthe run: {total} training steps\n"]
     for step in range(1, num_steps + 1):
         run.append_metrics(step, {"reward/avg_raw_reward": step / 10, "policy/x": float(step), "timing/step": 2.0})

@@ -29,7 +29,14 @@ from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.token_columns import encode_columns
 from skyrl_train_testing.tiny_runs import register_environments
 
-DEFAULTS = Defaults({"trainer.seed": 42, "trainer.algorithm.use_kl_loss": True, "trainer.policy.model.path": "tiny"})
+DEFAULTS = Defaults(
+    {
+        "trainer.seed": 42,
+        "trainer.algorithm.use_kl_loss": True,
+        "trainer.policy.model.path": "tiny",
+        "trainer.policy.optimizer_config.lr": 1e-6,
+    }
+)
 
 
 @pytest.fixture
@@ -59,6 +66,16 @@ def test_list_names_state_progress_curve_and_changed_settings(client: TestClient
     assert (run["run"], run["name"], run["state"], run["step"], run["total"]) == ("adding", "adding", "finished", 3, 3)
     assert (run["metric"], run["curve"]) == ("reward/avg_raw_reward", [[1, 2, 3], [0.1, 0.2, 0.3]])
     assert run["changed"] == {"environment.env_class": "gsm8k", "trainer.run_name": "adding", "trainer.seed": 7}
+
+
+def test_run_has_command_of_last_start(runs: Path, client: TestClient):
+    assert ask(client, "run", run="adding")["command"] is None
+    run = RunFolder(runs / "adding")
+    run.append_start(0, {"command": "python first.py"})  # of a release that did not record the folder
+    assert ask(client, "run", run="adding")["command"] is None
+    run.append_start(2, {"command": "python again.py 'trainer.tags=[a b]'", "folder": "/data/my runs"})
+    command = "cd '/data/my runs' && python again.py 'trainer.tags=[a b]'"
+    assert ask(client, "run", run="adding")["command"] == command
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,7 @@ HEALTHY: dict[str, Change] = {
     "low entropy": vary(policy_entropy=lambda value, *_: 0.1 * value),
     "entropy doubles": vary(policy_entropy=lambda value, step, _: value * (1 + step / 20)),
     "cosine schedule": vary(policy_lr=lambda _, step, __: 1e-6 * (0.01 + math.cos(step / NUM_STEPS * math.pi / 2))),
+    "warmup within two steps": vary(policy_lr=lambda _, step, __: 1e-4 if step > 1 else 2e-5),
     "warmup from 0": vary(policy_lr=lambda _, step, __: 1e-5 * min(1.0, (step - 1) / 3)),
     "KL grows": vary(policy_kl=lambda value, step, _: value * (1 + step / 10)),
     "harder prompts": vary(avg_raw_reward=lambda value, step, _: value * (0.7 if step > 25 else 1)),
@@ -197,10 +198,12 @@ def shrink(value: float, step: int, noise: random.Random) -> float:
 
 MISMATCH = {"policy/rollout_train_ess": 0.7, "policy/rollout_train_logprobs_abs_diff_mean": 0.4}
 DEAD = set_to(avg_raw_reward=0, avg_pass_at_8=0, zero_variance_share=1, grad_norm=0)
+LITTLE = set_to(avg_raw_reward=0.08, avg_pass_at_8=1)
 
 FAILURES: dict[str, Failure] = {
     "reward falls to 0": Failure("reward-collapse", 20, DEAD),
     "reward falls to 0 at step 2": Failure("reward-collapse", 2, DEAD),
+    "every response is rewarded a little": Failure("reward-collapse", 2, both(DEAD, LITTLE)),
     "reward falls to a third": Failure("reward-collapse", 30, vary(avg_raw_reward=lambda value, *_: value / 3)),
     "no gradient from the beginning": Failure("no-gradient", 1, DEAD),
     "all groups equal": Failure("no-gradient", 15, set_to(zero_variance_share=1, avg_pass_at_8=0.4)),

@@ -1,10 +1,7 @@
 """Tensors in host memory and back: equal bits, freed storages, buffers that are reused."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -123,13 +120,6 @@ def test_mapped_file_stays(tmp_path):
     torch.save(torch.ones(10), tmp_path / "weights.pt")
     mapped = torch.load(tmp_path / "weights.pt", mmap=True)
     assert HostStore(CPU).offload([mapped]).num_bytes == 0 and mapped.sum() == 10
-
-
-@pytest.fixture
-def group_of_one(tmp_path) -> Callable[[], None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group_of_one")

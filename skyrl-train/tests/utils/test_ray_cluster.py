@@ -2,10 +2,14 @@
 
 import re
 from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.env_vars import FORWARDED_NAMES, FORWARDED_PREFIXES, NOT_FORWARDED, forwarded_environment
-from skyrl_train.utils.ray_cluster import build_worker_environment, warn_of_few_cpus
+from skyrl_train.utils.ray_cluster import build_worker_environment, start_ray, warn_of_few_cpus
 
 INSTALL = Path(__file__).parents[3] / "INSTALL.md"
 
@@ -57,3 +61,31 @@ def test_more_ranks_than_cpus_cause_warning(log):
         cfg.trainer.placement.policy_num_gpus_per_node = ranks
         warn_of_few_cpus(cfg)
         assert sum("policy_num_gpus_per_node" in line for line in log) == num_warnings
+
+
+@pytest.mark.parametrize(
+    ("errors", "num_starts", "is_raised"),
+    [
+        (["The current node timed out during startup."], 2, False),
+        (["The current node timed out during startup."] * 2, 2, True),
+        (["no permission"], 1, True),
+    ],
+)
+def test_ray_is_started_again_after_timeout(
+    monkeypatch: pytest.MonkeyPatch, errors: list[str], num_starts: int, is_raised: bool
+):
+    starts: list[dict[str, Any]] = []
+
+    def start(**settings: Any) -> None:
+        starts.append(settings)
+        if len(starts) <= len(errors):
+            raise Exception(errors[len(starts) - 1])
+        raise StopIteration  # started: what follows needs a cluster
+
+    monkeypatch.setattr(ray, "init", start)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    cfg = SkyRLConfig()
+    cfg.trainer.placement.device = "cpu"
+    with pytest.raises(Exception, match=errors[-1]) if is_raised else pytest.raises(StopIteration):
+        start_ray(cfg)
+    assert len(starts) == num_starts and starts[0]["address"] == "local"

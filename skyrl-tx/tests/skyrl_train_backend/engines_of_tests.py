@@ -34,7 +34,7 @@ class Engines:
         config = SkyRLConfig.from_dict(
             {
                 "trainer": {"policy": {"model": {"path": self._model}}},
-                "generator": {"max_engine_restarts": max_restarts, "engine_health_interval_seconds": 0.2},
+                "generator": {"max_engine_restarts": max_restarts, "engine_health_interval_seconds": 2.0},
             }
         )
         engines = [self._engine() for _ in range(num_engines)]

@@ -92,7 +92,13 @@ function drawHeader(place, head) {
   const progress = head && el("div", { class: "row small quiet" }, badge(head.state === "silent" ? `silent since ${moment(head.since)}` : head.state, head.state), el("span", {}, head.step !== null ? `step ${head.step}${head.total ? ` of ${head.total}` : ""}` : "no step yet"), el("span", {}, `changed ${moment(head.updated)}`));
   const current = place.page === "sample" ? "step" : place.page;
   const tabs = TABS.map(([key, label]) => el("a", { href: `#/run/${encodeURIComponent(place.run)}/${key}`, "aria-current": key === current ? "page" : null }, label));
-  header.replaceChildren(el("div", { class: "row spread" }, title, el("div", { class: "row" }, progress, themeButton())), head?.message ? el("p", { class: "failure small" }, head.message) : "", el("nav", { class: "tabs", "aria-label": "Pages of the run" }, tabs));
+  header.replaceChildren(el("div", { class: "row spread" }, title, el("div", { class: "row" }, progress, themeButton())), head?.message ? el("p", { class: "failure small" }, head.message) : "", resuming(head), el("nav", { class: "tabs", "aria-label": "Pages of the run" }, tabs));
+}
+
+/** The command that resumes a run which has ended before its last step. */
+function resuming(head) {
+  if (!head?.command || !["failed", "stopped", "silent"].includes(head.state)) return "";
+  return el("p", { class: "small" }, "Resume: ", el("code", { class: "mono" }, head.command));
 }
 
 addEventListener("hashchange", show);

@@ -1,13 +1,17 @@
 // Curves of a run, and of several in one picture.
 import { api, choice, duration, el, facts, number } from "./dom.js";
+import { groupSeeds, shadeOf, titles } from "./identity.js";
 import { chartCard } from "./plot.js";
 
 export async function curvesPage({ run, query, head }, main, signal) {
   const others = query.with ? JSON.parse(query.with) : [];
   const runs = [run, ...others];
-  const options = { smoothing: 0, log: false, time: false };
+  const options = { smoothing: 0, log: false, time: false, seeds: false };
   const all = await api("runs").then(({ runs: rows }) => rows).catch(() => []);
-  const nameOf = (key) => all.find((row) => row.run === key)?.name ?? key;
+  const compared = all.filter((row) => runs.includes(row.run));
+  const [together, apart] = [titles(compared), titles(all)];
+  const nameOf = (key) => together.get(key) ?? key;
+  const seedGroups = groupSeeds(compared);
   const [own, ...foreign] = await Promise.all(runs.map((key) => api("metrics", { run: key })));
   let waiting = new Map(); // one request for all charts that are drawn at once
   let cache = new Map();
@@ -45,10 +49,26 @@ export async function curvesPage({ run, query, head }, main, signal) {
     const wanted = Object.entries(metrics).flatMap(([name, label]) => runs.map((key, index) => ({ key, name, index, label: runs.length > 1 ? (Object.keys(metrics).length > 1 ? `${nameOf(key)} · ${label}` : nameOf(key)) : label })));
     const found = await Promise.all(wanted.map(({ key, name }) => curve(key, name)));
     const single = Object.keys(metrics).length === 1;
-    const curves = found.map(({ steps, seconds, values }, index) => ({ label: wanted[index].label, shade: single ? wanted[index].index : index, x: options.time ? seconds : steps, y: values })).filter(({ x }) => x.length);
+    const shade = (index) => (runs.length > 1 && single ? shadeOf(wanted[index].key, all) : index);
+    if (options.seeds && !options.time) return { ...overSeeds(wanted, found, single), options };
+    const curves = found.map(({ steps, seconds, values }, index) => ({ label: wanted[index].label, shade: shade(index), x: options.time ? seconds : steps, y: values })).filter(({ x }) => x.length);
     if (!band || runs.length > 1) return { curves, options };
     const [low, high] = await Promise.all(band.map((name) => curve(run, name)));
     return { curves, options, band: { x: options.time ? low.seconds : low.steps, low: low.values, high: high.values } };
+  }
+
+  /** For runs that differ in their seed alone, the mean of each curve, and of a single one the range. */
+  function overSeeds(wanted, found, single) {
+    const made = seedGroups.flatMap((keys) => [...new Set(wanted.map(({ name }) => name))].map((name) => {
+      const own = found.filter((_, index) => wanted[index].name === name && keys.includes(wanted[index].key));
+      const at = new Map();
+      for (const { steps, values } of own) steps.forEach((step, index) => values[index] !== null && at.set(step, [...(at.get(step) ?? []), values[index]]));
+      const x = [...at.keys()].sort((a, b) => a - b);
+      const y = x.map((step) => at.get(step).reduce((sum, value) => sum + value, 0) / at.get(step).length);
+      const label = `${nameOf(keys[0]).replace(/ · seed=[^·]*/, "")}${single ? "" : ` · ${name.split("/").at(-1)}`} (${keys.length} seed${keys.length > 1 ? "s" : ""})`;
+      return { curve: { label, shade: single ? shadeOf(keys[0], all) : undefined, x, y }, low: x.map((step) => Math.min(...at.get(step))), high: x.map((step) => Math.max(...at.get(step))) };
+    })).filter(({ curve: { x } }) => x.length);
+    return { curves: made.map(({ curve: each }) => each), band: made.length === 1 ? { x: made[0].curve.x, low: made[0].low, high: made[0].high } : undefined };
   }
 
   const cards = [];
@@ -61,11 +81,12 @@ export async function curvesPage({ run, query, head }, main, signal) {
 
   const slider = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, oninput: () => { options.smoothing = Number(slider.value); redraw(); } });
   const log = el("input", { type: "checkbox", onchange: () => { options.log = log.checked; redraw(); } });
+  const seeds = el("input", { type: "checkbox", onchange: () => { options.seeds = seeds.checked; redraw(); } });
   const axis = choice("Over", [["step", "steps"], ["time", "time"]], "step", (value) => { options.time = value === "time"; redraw(); });
-  const add = choice("Compare with", [["", "…"], ...all.filter((row) => !runs.includes(row.run)).map((row) => [row.run, row.name])], "", (value) => value && go([...others, value]));
+  const add = choice("Compare with", [["", "…"], ...all.filter((row) => !runs.includes(row.run)).map((row) => [row.run, apart.get(row.run)])], "", (value) => value && go([...others, value]));
   const go = (list) => (location.hash = `#/run/${encodeURIComponent(run)}/curves${list.length ? `?${new URLSearchParams({ with: JSON.stringify(list) })}` : ""}`);
   const chosen = others.map((key) => el("button", { type: "button", class: "small", title: "Take it out of the picture", onclick: () => go(others.filter((other) => other !== key)) }, `${nameOf(key)} ×`));
-  const bar = el("div", { class: "row", style: { marginBottom: "12px" } }, axis, el("label", {}, "Smoothing", slider), el("label", {}, log, "Log scale"), add, chosen);
+  const bar = el("div", { class: "row", style: { marginBottom: "12px" } }, axis, el("label", {}, "Smoothing", slider), el("label", {}, log, "Log scale"), seedGroups.some((keys) => keys.length > 1) ? el("label", {}, seeds, "Mean over seeds") : null, add, chosen);
 
   const overview = el("div", { class: "charts" }, own.overview.map(({ title, note, metrics, band }) => card(title, note, metrics, band)));
   const groups = [];

@@ -68,8 +68,8 @@ export function chartCard(title, note, read, signal, { onStep, wide } = {}) {
       cursor: { drag: { x: true, y: false }, points: { size: 7 }, dataIdx: nearest },
       scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
       bands: band ? [{ series: [2, 1], fill: colours[0] + "22" }] : [],
-      axes: [{ ...axis, grid: { show: false }, size: 28, values: (_, ticks) => ticks.map((tick) => (options.time ? duration(tick) : Number.isInteger(tick) ? String(tick) : "")) },
-        { ...axis, size: 54, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, 3))) }],
+      axes: [{ ...axis, grid: { show: false }, size: 28, space: options.time ? 96 : 50, values: (_, ticks) => ticks.map((tick) => (options.time ? duration(tick) : Number.isInteger(tick) ? String(tick) : "")) },
+        { ...axis, size: (_, ticks) => Math.max(40, 16 + 6.6 * Math.max(0, ...(ticks ?? []).map((tick) => String(tick).length))), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, 3))) }],
       series: [{}, ...series],
       hooks: { setCursor: [(self) => drawLegend(self.cursor.idx)] },
     }, data, plot);

@@ -1,5 +1,6 @@
 // The list of runs.
-import { api, badge, duration, el, moment, number, svg, walkable } from "./dom.js";
+import { api, badge, duration, el, moment, number, palette, svg, walkable } from "./dom.js";
+import { differing, shadeOf, shortNames, valueText } from "./identity.js";
 
 const STATES = ["running", "finished", "failed", "stopped", "silent"];
 
@@ -11,15 +12,37 @@ function spark([steps, values]) {
   return svg("svg", { class: "spark", viewBox: "0 0 100 38", preserveAspectRatio: "none", role: "img", "aria-label": `from ${number(values[0], 3)} to ${number(values.at(-1), 3)}` }, svg("path", { d: `M${points.join("L")}` }));
 }
 
+const MAX_COLUMNS = 5; // settings with a column of their own; the others are in the last one
 const short = (key) => key.split(".").at(-1);
-function changes(run) {
-  const shown = Object.entries(run.changed).filter(([key]) => !/(path|dir|directory|_data|run_name|model_name|project_name|logger)$/.test(key)).slice(0, 6);
-  const chips = shown.map(([key, value]) => el("span", { class: "chip", title: `${key}=${JSON.stringify(value)}` }, `${short(key)}=${String(typeof value === "string" ? value : JSON.stringify(value)).slice(0, 28)}`));
+function changes(run, keys) {
+  const shown = keys.filter((key) => key in run.changed).slice(0, 6);
+  const chips = shown.map((key) => el("span", { class: "chip", title: `${key}=${JSON.stringify(run.changed[key])}` }, `${short(key)}=${valueText(run, key).slice(0, 28)}`));
   const rest = run.num_changed - shown.length;
-  return el("div", { class: "chips" }, chips, rest > 0 ? el("span", { class: "quiet small" }, `${rest} more`) : null);
+  return el("div", { class: "chips" }, chips, rest > 0 ? el("a", { class: "small", href: `#/run/${encodeURIComponent(run.run)}/settings`, onclick: (event) => event.stopPropagation() }, `${rest} more changed`) : null);
 }
 
-function row(run, picked, onPick) {
+/** Whether a run has all words of a query: text, or `setting=value` with the end of the setting's name. */
+function matches(run, query) {
+  const text = `${run.name} ${run.run} ${run.model} ${run.environment} ${run.diagnostics} ${JSON.stringify(run.changed)}`.toLowerCase();
+  return query.split(/\s+/).filter(Boolean).every((word) => {
+    const [key, value] = word.split("=");
+    if (value === undefined) return text.includes(word);
+    return Object.keys(run.changed).some((name) => name.toLowerCase().endsWith(key) && valueText(run, name).toLowerCase() === value);
+  });
+}
+
+const SORTS = {
+  Run: (run) => run.name, State: (run) => run.state, Progress: (run) => run.step ?? -1, Last: (run) => run.curve[1].at(-1) ?? -Infinity,
+};
+function compareBy(sort) {
+  const value = SORTS[sort] ?? ((run) => run.changed[sort] ?? -Infinity);
+  return (a, b) => {
+    const [x, y] = [value(a), value(b)];
+    return typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y), undefined, { numeric: true });
+  };
+}
+
+function row(run, picked, onPick, columns, rest, all) {
   const href = `#/run/${encodeURIComponent(run.run)}/curves`;
   const done = run.total ? Math.min(1, (run.step ?? 0) / run.total) : null;
   const box = el("input", { type: "checkbox", "aria-label": `Compare ${run.name}`, onclick: (event) => event.stopPropagation(), onchange: (event) => onPick(run.run, event.target.checked) });
@@ -27,32 +50,51 @@ function row(run, picked, onPick) {
   const left = run.state === "running" && run.total && run.step_seconds ? (run.total - run.step) * run.step_seconds : null;
   return el("tr", { tabindex: 0, onclick: () => (location.hash = href) },
     el("td", {}, box),
-    el("td", {}, el("a", { href, tabindex: -1 }, run.name), run.run !== run.name ? el("div", { class: "quiet small" }, run.run) : null, el("div", { class: "quiet small" }, [run.environment, run.model && String(run.model).split("/").at(-1)].filter(Boolean).join(" · "))),
+    el("td", {}, el("span", { class: "dot", style: { background: palette()[shadeOf(run.run, all)] } }), el("a", { href, tabindex: -1 }, run.name), run.run !== run.name ? el("div", { class: "quiet small" }, run.run) : null, el("div", { class: "quiet small" }, [run.environment, run.model && String(run.model).split("/").at(-1)].filter(Boolean).join(" · "))),
     el("td", {}, badge(run.state, run.state), el("div", { class: "quiet small" }, `${run.state === "running" ? "" : "since "}${run.state === "running" ? (left ? `${duration(left)} left` : "") : moment(run.since)}`), run.message ? el("div", { class: "small quiet", title: run.message }, run.message.slice(0, 90)) : null,
       el("div", { class: "chips" }, run.diagnostics.map((name) => el("span", { class: "chip warn" }, name)))),
     el("td", {}, run.step === null ? el("span", { class: "quiet" }, "–") : el("span", { class: "number" }, run.total ? `${run.step} / ${run.total}` : String(run.step)), done === null ? null : el("div", { class: "bar" }, el("i", { style: { width: `${100 * done}%` } }))),
     el("td", { title: run.metric ?? "" }, spark(run.curve)),
     el("td", { class: "number" }, number(run.curve[1].at(-1), 3), el("div", { class: "quiet small" }, run.metric ? short(run.metric) : "")),
-    el("td", {}, changes(run)),
+    columns.map((key) => el("td", { class: "mono", title: key }, valueText(run, key).slice(0, 40))),
+    el("td", {}, changes(run, rest)),
   );
 }
 
-export async function runsPage(place, main) {
+export async function runsPage({ query }, main) {
   const picked = new Set();
-  const search = el("input", { type: "search", placeholder: "Find a run or setting", "aria-label": "Find a run or setting", oninput: () => draw() });
-  const state = el("select", { "aria-label": "State", onchange: () => draw() }, el("option", { value: "" }, "All states"), STATES.map((name) => el("option", { value: name }, name)));
+  const view = { q: query.q ?? "", state: query.state ?? "", sort: query.sort ?? "", down: query.down ?? "" };
+  const search = el("input", { type: "search", value: view.q, placeholder: "Text, or lr=1e-05", "aria-label": "Find runs by text or setting=value", oninput: () => keep({ q: search.value }) });
+  const state = el("select", { "aria-label": "State", onchange: () => keep({ state: state.value }) }, el("option", { value: "" }, "All states"), STATES.map((name) => el("option", { value: name, selected: name === view.state }, name)));
   const compare = el("button", { type: "button", onclick: () => {
     const [first, ...others] = picked;
     location.hash = `#/run/${encodeURIComponent(first)}/curves?${new URLSearchParams({ with: JSON.stringify(others) })}`;
   } });
   const count = el("span", { class: "quiet small" });
-  const body = walkable(el("tbody"));
+  const [head, body] = [el("tr"), walkable(el("tbody"))];
   let data = null;
+  /** Take over a change of the view and write it into the address: a view is saved as a bookmark. */
+  function keep(change) {
+    Object.assign(view, change);
+    const said = new URLSearchParams(Object.entries(view).filter(([, value]) => value));
+    history.replaceState(null, "", `#/${String(said) && `?${said}`}`);
+    draw();
+  }
+  function title(name, sort, hint = "") {
+    if (!sort) return el("th", {}, name);
+    const arrow = view.sort === sort ? (view.down ? " ↓" : " ↑") : "";
+    return el("th", { "aria-sort": arrow ? (view.down ? "descending" : "ascending") : null }, el("button", { type: "button", class: "plain", title: hint, onclick: () => keep({ sort, down: view.sort === sort && !view.down ? "1" : "" }) }, name + arrow));
+  }
   function draw() {
-    const query = search.value.trim().toLowerCase();
-    const rows = data.runs.filter((run) => (!state.value || run.state === state.value) && (!query || `${run.name} ${run.run} ${run.model} ${run.environment} ${run.diagnostics} ${JSON.stringify(run.changed)}`.toLowerCase().includes(query)));
+    const rows = data.runs.filter((run) => (!view.state || run.state === view.state) && matches(run, view.q.trim().toLowerCase()));
+    if (view.sort) rows.sort(compareBy(view.sort));
+    if (view.down) rows.reverse();
+    const keys = differing(rows);
+    const columns = rows.length < 2 ? [] : keys.slice(0, MAX_COLUMNS);
+    const names = shortNames(columns);
+    head.replaceChildren(title(""), title("Run", "Run"), title("State", "State"), title("Progress", "Progress"), title("Reward"), title("Last", "Last"), ...columns.map((key) => title(names.get(key), key, key)), title(rows.length < 2 ? "Settings that differ from the defaults" : "Other settings in which these runs differ"));
     const focused = [...body.children].indexOf(document.activeElement);
-    body.replaceChildren(...rows.map((run) => row(run, picked, pick)));
+    body.replaceChildren(...rows.map((run) => row(run, picked, pick, columns, keys.slice(columns.length), data.runs)));
     if (focused >= 0) body.children[focused]?.focus();
     count.textContent = `${rows.length} of ${data.runs.length} in ${data.folder}`;
     table.hidden = !data.runs.length;
@@ -67,8 +109,7 @@ export async function runsPage(place, main) {
     compare.disabled = picked.size < 2;
     compare.textContent = picked.size < 2 ? "Compare: pick two or more" : `Compare ${picked.size} runs`;
   }
-  const head = el("tr", {}, ["", "Run", "State", "Progress", "Reward", "Last", "Settings that differ from the defaults"].map((title) => el("th", {}, title)));
-  const table = el("div", { class: "card" }, el("table", { class: "stack" }, el("thead", {}, head), body));
+  const table = el("div", { class: "card scroll" }, el("table", { class: "stack" }, el("thead", {}, head), body));
   const none = el("p", { class: "quiet" }, "There is no run folder here yet: none with config.yaml, metrics.jsonl or trajectories.");
   data = await api("runs");
   draw();
