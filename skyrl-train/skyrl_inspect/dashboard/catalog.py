@@ -119,6 +119,7 @@ class Catalog:
             state = "silent"
         changes = self.get_changed_settings(run)
         changed = {key: value for key, value, _ in changes[:MAX_CHANGES]}
+        defaults = {key: default for key, _, default in changes[:MAX_CHANGES]}
         return {
             "run": run,
             **facts,
@@ -126,6 +127,7 @@ class Catalog:
             "since": since,
             "num_changed": len(changes),
             "changed": changed,
+            "defaults": defaults,
         }
 
     def get_changed_settings(self, run: str) -> list[tuple[str, object, object]]:

@@ -17,17 +17,19 @@ export function shortNames(keys) {
   return new Map(keys.map((key) => [key, keys.some((other) => other !== key && last(other, 1) === last(key, 1)) ? last(key, 2) : last(key, 1)]));
 }
 
-export const valueText = (run, key) => {
-  const value = run.changed?.[key];
+/** The value of a setting that another run has changed: the default, if this run has not. */
+export function valueText(run, key, runs = [run]) {
+  const value = run.changed?.[key] ?? runs.find((other) => key in (other.defaults ?? {}))?.defaults[key];
+  if (typeof value === "number" && value !== 0 && Math.abs(value) < 0.001) return value.toExponential();
   return value === undefined ? "default" : typeof value === "string" ? value : JSON.stringify(value);
-};
+}
 
 /** Titles of runs, each other: name, what differs, and the folder where these are alike. */
 export function titles(runs) {
   const keys = runs.length < 2 ? [] : differing(runs);
   const names = shortNames(keys);
   const made = runs.map((run) => {
-    const said = keys.slice(0, 4).map((key) => `${names.get(key)}=${valueText(run, key).slice(0, 24)}`);
+    const said = keys.slice(0, 4).map((key) => `${names.get(key)}=${valueText(run, key, runs).slice(0, 24)}`);
     return [run.name, ...said].join(" · ");
   });
   return new Map(runs.map((run, index) => [run.run, made.filter((title) => title === made[index]).length > 1 ? `${made[index]} (${run.run})` : made[index]]));

@@ -27,15 +27,16 @@ function matches(run, query) {
   return query.split(/\s+/).filter(Boolean).every((word) => {
     const [key, value] = word.split("=");
     if (value === undefined) return text.includes(word);
-    return Object.keys(run.changed).some((name) => name.toLowerCase().endsWith(key) && valueText(run, name).toLowerCase() === value);
+    const isEqual = (found) => found.toLowerCase() === value || (value !== "" && Number(found) === Number(value));
+    return Object.keys(run.changed).some((name) => name.toLowerCase().endsWith(key) && isEqual(valueText(run, name)));
   });
 }
 
 const SORTS = {
   Run: (run) => run.name, State: (run) => run.state, Progress: (run) => run.step ?? -1, Last: (run) => run.curve[1].at(-1) ?? -Infinity,
 };
-function compareBy(sort) {
-  const value = SORTS[sort] ?? ((run) => run.changed[sort] ?? -Infinity);
+function compareBy(sort, runs) {
+  const value = SORTS[sort] ?? ((run) => run.changed[sort] ?? runs.find((other) => sort in other.defaults)?.defaults[sort] ?? -Infinity);
   return (a, b) => {
     const [x, y] = [value(a), value(b)];
     return typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y), undefined, { numeric: true });
@@ -56,7 +57,7 @@ function row(run, picked, onPick, columns, rest, all) {
     el("td", {}, run.step === null ? el("span", { class: "quiet" }, "–") : el("span", { class: "number" }, run.total ? `${run.step} / ${run.total}` : String(run.step)), done === null ? null : el("div", { class: "bar" }, el("i", { style: { width: `${100 * done}%` } }))),
     el("td", { title: run.metric ?? "" }, spark(run.curve)),
     el("td", { class: "number" }, number(run.curve[1].at(-1), 3), el("div", { class: "quiet small" }, run.metric ? short(run.metric) : "")),
-    columns.map((key) => el("td", { class: "mono", title: key }, valueText(run, key).slice(0, 40))),
+    columns.map((key) => el("td", { class: "mono", title: key }, el("span", { class: "label" }, `${short(key)}=`), valueText(run, key, all).slice(0, 40))),
     el("td", {}, changes(run, rest)),
   );
 }
@@ -64,7 +65,7 @@ function row(run, picked, onPick, columns, rest, all) {
 export async function runsPage({ query }, main) {
   const picked = new Set();
   const view = { q: query.q ?? "", state: query.state ?? "", sort: query.sort ?? "", down: query.down ?? "" };
-  const search = el("input", { type: "search", value: view.q, placeholder: "Text, or lr=1e-05", "aria-label": "Find runs by text or setting=value", oninput: () => keep({ q: search.value }) });
+  const search = el("input", { type: "search", value: view.q, placeholder: "Text, or lr=1e-5", "aria-label": "Find runs by text or setting=value", oninput: () => keep({ q: search.value }) });
   const state = el("select", { "aria-label": "State", onchange: () => keep({ state: state.value }) }, el("option", { value: "" }, "All states"), STATES.map((name) => el("option", { value: name, selected: name === view.state }, name)));
   const compare = el("button", { type: "button", onclick: () => {
     const [first, ...others] = picked;
@@ -87,7 +88,7 @@ export async function runsPage({ query }, main) {
   }
   function draw() {
     const rows = data.runs.filter((run) => (!view.state || run.state === view.state) && matches(run, view.q.trim().toLowerCase()));
-    if (view.sort) rows.sort(compareBy(view.sort));
+    if (view.sort) rows.sort(compareBy(view.sort, data.runs));
     if (view.down) rows.reverse();
     const keys = differing(rows);
     const columns = rows.length < 2 ? [] : keys.slice(0, MAX_COLUMNS);
