@@ -53,7 +53,7 @@ BLOCK_BYTES = 512
 
 
 NEEDED_RIGHTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE")
-"""Capabilities that root keeps inside: those of installing packages, changing users and serving a port."""
+"""Capabilities that root keeps inside, to install packages, change users and serve a port."""
 MAX_OPEN_FILES, MAX_PROCESSES = 1 << 16, 1 << 15
 """Bounds of a container's resource limits; control groups or polling limit its processes before."""
 

@@ -78,8 +78,8 @@ def compute_peak(values: list[float]) -> float:
 
 
 def compute_noise(values: list[float]) -> float:
-    """Return the mean difference of consecutive values around their trend, by second differences: those of independent
-    noise are larger by the root of 3."""
+    """Return the mean difference of consecutive values around their trend: of second differences, which are larger by
+    the root of 3 if the noise is independent."""
     changes = [after - before for before, after in pairwise(values)]
     bends = [abs(after - before) / math.sqrt(3) for before, after in pairwise(changes)]
     return fmean(bends or [abs(change) for change in changes] or [0.0])

@@ -17,7 +17,7 @@ class Device:
     name: str
     kind: Kind
     memory: float
-    """Bytes. Of a CPU those of the machine, which all processes share."""
+    """Bytes. Of a CPU: the machine's, which all processes share."""
 
     flops: float
     """bfloat16 operations a second of matrix products, without sparsity."""

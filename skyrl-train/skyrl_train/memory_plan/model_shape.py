@@ -17,7 +17,7 @@ class ModelShape:
 
     parameters: int
     trained: int
-    """Parameters that have a gradient: with LoRA those of the adapters, which are not among `parameters`."""
+    """Parameters that have a gradient: with LoRA the adapters', which are not among `parameters`."""
 
     layer: int
     """Parameters of the largest transformer layer."""

@@ -150,7 +150,7 @@ class RankSender:
         return fingerprints_of(payload.bucket, version, self._verification), perf_counter() - began
 
     def _take_fingerprints(self, *, all_of_them: bool) -> tuple[dict[str, int], float]:
-        """Return the fingerprints that are computed, and their seconds: all, or all but those of the last bucket, so
+        """Return the fingerprints that are computed, and their seconds: all, or all but the last bucket's, so
         that no more than one bucket waits for its own."""
         fingerprints: dict[str, int] = {}
         seconds = 0.0
