@@ -84,6 +84,7 @@ def test_critic_reference_and_adapters_train(device: str, train: Any, model: str
         pytest.param(asynchronous(), id="asynchronous"),  # its engine is behind the trainer
         pytest.param({"strategy": "deepspeed"}, id="deepspeed"),
         pytest.param({"strategy": "megatron"}, id="megatron"),
+        pytest.param({"gradient_checkpointing": "auto"}, id="checkpointing as the planner decides"),
         pytest.param({"bf16": True, "use_sample_packing": True, "gradient_checkpointing": True}, id="packed bfloat16"),
     ],
 )
