@@ -42,7 +42,7 @@ def learned(repair: Any, folder: Path, agent: str, seed: int, steps: int, *setti
     assert all(row["certificate"]["exact"] == row["certificate"]["trained"] for row in last)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [pytest.param((), id="synchronous"), pytest.param(ASYNCHRONOUS, id="asynchronous", marks=pytest.mark.full)],

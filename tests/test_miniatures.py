@@ -409,7 +409,7 @@ def test_curve_is_interpolated_at_equal_tokens():
     assert miniature.at(curve, 120.0) == 0.3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_smallest_distillation_miniature_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["--seeds", "0", "--steps", "1", "--warm_up_steps", "4", "--output", str(tmp_path)]
     load("distillation").main(arguments)

@@ -499,7 +499,7 @@ EVALUATIONS = {
 @pytest.mark.parametrize(
     "recipe",
     [
-        pytest.param(recipe, marks=pytest.mark.full if recipe in ("gsm8k", "dapo") else pytest.mark.slow)
+        pytest.param(recipe, marks=pytest.mark.full if recipe != "search_r1" else pytest.mark.slow)
         for recipe in EVALUATIONS
     ],
 )

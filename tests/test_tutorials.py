@@ -80,7 +80,7 @@ def test_custom_environment_is_checked_and_learned(play: Play):
     assert metrics[-1]["environment/num_right"] == pytest.approx(8 * variables["rewards"][-1])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_custom_tool_is_called_when_calls_are_rewarded(play: Play):
     variables = play("103")
     assert rises(variables["rewards"], 1.5)
@@ -102,7 +102,7 @@ def test_supervised_training_teaches_format_and_rl_content(play: Play):
     assert rises(variables["rewards"], 1.5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_asynchronous_run_learns_from_stale_responses(play: Play):
     variables = play("106")
     assert rises(variables["rewards"], 2)

@@ -74,7 +74,7 @@ def contents(cfg: SkyRLConfig) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
 
 # Each size ends the run at another write: the owner's record, the settings, the dumped batch, tokens and trajectories,
 # metrics, export, checkpoint, and these of the second step.
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.first_case
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["asynchronous", "synchronous"])

@@ -153,7 +153,7 @@ def test_killed_run_trains_each_sample_once_per_epoch(killed_run: Any, on_stale:
     assert [row["step"] for row in RunFolder(run.cfg.trainer.run_dir).read_metrics()] == list(range(1, 9))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_killed_run_regenerates_groups_when_temperature_changes(killed_run: Any) -> None:
     run = killed_run("killed", order="finished")

@@ -79,7 +79,7 @@ MARKS = {
     "weights broadcast": pytest.mark.slow,
     "replicas of": pytest.mark.full,
     "bfloat16": (),
-    "DeepSpeed": pytest.mark.slow,
+    "DeepSpeed": pytest.mark.full,
     "Megatron": pytest.mark.full,
 }
 

@@ -49,7 +49,7 @@ def test_two_fsdp2_ranks_equal_one(ranks: BackendRanks, tiny_model: str):
 
 
 # Parts of these are a member of their own.
-FULL_LAYOUTS = FSDP2.keys() - {"two replicas, sequence parallel", "adapters", "a critic"}
+FULL_LAYOUTS = FSDP2.keys() - {"two replicas, sequence parallel", "adapters"}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def larger_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("name", ["fsdp2", pytest.param("megatron", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["fsdp2", pytest.param("megatron", marks=pytest.mark.full)])
 def test_moves_to_host_memory_keep_results(ranks: BackendRanks, larger_model: str, name: str):
     layout = BACKENDS[name]
     for stayed, *others in ranks.run(layout, larger_model, run_steps_with_moves, layout):
@@ -108,6 +108,7 @@ def export(backend: TrainingBackend, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", BACKENDS)
 def test_two_rank_export_loads_in_transformers(ranks: BackendRanks, chat_model: str, name: str, tmp_path: Path):
     weights, _ = ranks.run(BACKENDS[name], chat_model, export, tmp_path / "export")
@@ -179,7 +180,7 @@ REPLAYING = {
 }
 
 
-FULL_REPLAYS = {"deepspeed, stage 0", "megatron, two stages", "megatron, experts dealt"}
+FULL_REPLAYS = {"deepspeed, stage 0", "deepspeed, stage 3", "megatron, two stages", "megatron, experts dealt"}
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ class TransposedExpert(FSDP2Backend):
             yield name, tensor
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_check_names_transposed_expert(ranks: BackendRanks, mixture: str):
     with pytest.raises(InvarianceError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj"):
         check_layout(ranks, mixture, Layout(2, make_backend=TransposedExpert))

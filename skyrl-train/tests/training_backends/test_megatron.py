@@ -108,9 +108,9 @@ LAYOUTS = [  # slow: each kind of division once; what the model's family or a co
     ("dense", layout(2)),
     ("dense", layout(4, **TENSOR, **STAGES)),
     ("mixture", layout(2, **TENSOR, **EXPERTS)),
-    ("untied", layout(2, model="critic", recompute=True)),
 ]
 OTHER_LAYOUTS = [
+    ("untied", layout(2, model="critic", recompute=True)),
     ("half mixture", layout(2, **STAGES)),
     ("dense", layout(2, **STAGES)),
     ("dense", layout(2, **TENSOR, recompute=True)),

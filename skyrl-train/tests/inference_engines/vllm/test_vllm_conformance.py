@@ -42,8 +42,14 @@ async def subject(tmp_path_factory: pytest.TempPathFactory):
     await engine.teardown()
 
 
-LONG = ("check_concurrent_adapters",)
-"""Checks of two minutes."""
+LONG = (
+    "check_concurrent_adapters",
+    "check_abort",
+    "check_pause_keep_stops",
+    "check_pause_keep_changes_nothing",
+    "check_update_during_responses",
+)
+"""Checks of half a minute and more."""
 
 
 @pytest.mark.parametrize(
