@@ -196,7 +196,7 @@ def test_unknown_tokenizer_names_option(command, capsys, monkeypatch):
     assert "--tokenizer" in capsys.readouterr().err
 
 
-def test_tokenizer_that_loses_text_names_option(command, capsys, tmp_path):
+def test_lossy_tokenizer_error_names_option(command, capsys, tmp_path):
     arguments = command("http://127.0.0.1:9")
     words = models.WordLevel({word: id for id, word in enumerate(["<end>", *"abcdefgh"])}, unk_token="<end>")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="<end>")

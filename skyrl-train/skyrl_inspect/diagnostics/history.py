@@ -26,7 +26,7 @@ class History:
         for name, steps, values in curves:
             points = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
             history._curves[name] = points
-            history.step = max(history.step, *steps)
+            history.step = max([history.step, *steps])
         return history
 
     def append(self, step: int, metrics: Mapping[str, object]) -> None:

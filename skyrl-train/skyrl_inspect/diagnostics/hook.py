@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import threading
 from collections.abc import Mapping
@@ -54,7 +55,7 @@ class Diagnostics(TrainerHook):
         new: list[Diagnostic] = []
         for found in find_diagnostics(self._history, self._settings):
             self.run.all_metrics[f"diagnostics/{found.name}"] = 1.0
-            if step - self._last_seen.get(found.name, step - REPEAT_AFTER - 1) > REPEAT_AFTER:
+            if step - self._last_seen.get(found.name, -math.inf) > REPEAT_AFTER:
                 new.append(found)
             self._last_seen[found.name] = step
         for diagnostic in new:

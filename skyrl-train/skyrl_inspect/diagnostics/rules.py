@@ -18,7 +18,7 @@ from skyrl_inspect.diagnostics.history import (
     compute_start,
 )
 
-PAGE = "docs/why-it-stopped-learning.md"
+PAGE = "docs/why-it-stopped-learning.md#diagnostics"
 
 REWARD, ENTROPY, LENGTH = "reward/avg_raw_reward", "policy/policy_entropy", "generate/avg_num_tokens"
 EQUAL_GROUPS, GRADIENT, SCORE = "loss/zero_variance_share", "policy/grad_norm", "eval/all/avg_score"
@@ -46,10 +46,6 @@ class Rule:
 
     settings: tuple[str, ...] = ()
     """Settings that usually cause it."""
-
-    @property
-    def page(self) -> str:
-        return f"{PAGE}#diagnostics"
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ def find_diagnostics(history: History, settings: RunSettings | None = None) -> l
         if finding is not None:
             causes = rule.settings if settings is None else settings.describe(rule.settings)
             found.append(
-                Diagnostic(rule.name, finding.onset, history.step, finding.evidence, rule.advice, causes, rule.page)
+                Diagnostic(rule.name, finding.onset, history.step, finding.evidence, rule.advice, causes, PAGE)
             )
     return found
 
@@ -262,7 +258,7 @@ def _check_kl_runaway(history: History) -> Finding | None:
 
 
 def _check_value_loss(history: History) -> Finding | None:
-    """The critic's loss is 10 times its median and twice its start, or 10 times that of the first step."""
+    """The critic's loss is 10 times its first value, or 10 times its median and twice its start."""
     name = "critic/critic_loss"
     recent, earlier = history.recent(name), history.earlier(name)
     if not recent or not earlier:
@@ -278,7 +274,7 @@ def _check_value_loss(history: History) -> Finding | None:
 
 
 def _check_loss_divergence(history: History) -> Finding | None:
-    """The loss of supervised training is above its start and twice its lowest."""
+    """The loss of supervised training is a fifth and four times its noise above its start."""
     name = "train/loss"
     recent, earlier = history.recent(name), history.earlier(name)
     if not recent or len(earlier) < RECENT:
@@ -409,11 +405,11 @@ def _check_engine_mismatch(history: History) -> Finding | None:
 def _is_solved(history: History, share: float = 0.95) -> bool:
     """Return whether so many prompts have a rewarded response, and the reward is near its best: an environment may
     reward every response a little."""
-    rewards = history.recent(REWARD)
-    for name in history.find_names("reward/avg_pass_at_*"):
-        recent, best = history.recent(name), max(history.values(REWARD), default=0.0)
-        return bool(recent) and fmean(recent) >= share and bool(rewards) and fmean(rewards) >= 0.8 * best
-    return False
+    rewards, names = history.recent(REWARD), history.find_names("reward/avg_pass_at_*")
+    pass_rates = history.recent(names[0]) if names else []
+    if not rewards or not pass_rates:
+        return False
+    return fmean(pass_rates) >= share and fmean(rewards) >= 0.8 * max(history.values(REWARD))
 
 
 _LR, _EPOCHS = "trainer.policy.optimizer_config.lr", "trainer.update_epochs_per_batch"

@@ -31,9 +31,10 @@ class StopRequest:
             loop.add_signal_handler(signal.SIGTERM, self._receive, loop, timeout_seconds)
 
     def make(self, reason: Exception) -> None:
-        """Request the end from within the run, which ends with this error."""
-        self._reason = reason
-        self._made.set()
+        """Request the end from within the run, which ends with this error, unless a signal was first."""
+        if not self.is_made:
+            self._reason = reason
+            self._made.set()
 
     async def wait(self) -> None:
         """Return when a request is made."""
@@ -45,12 +46,16 @@ class StopRequest:
             self._deadline.cancel()
         raise KeyboardInterrupt if self._reason is None else self._reason
 
+    def _interrupt(self) -> NoReturn:
+        # Of the errors of a callback, the event loop passes on this one alone.
+        raise KeyboardInterrupt
+
     def _receive(self, loop: asyncio.AbstractEventLoop, timeout_seconds: float) -> None:
         if self.is_made:
-            self.end()
+            self._interrupt()
         logger.warning(
             f"SIGTERM received: saving a checkpoint within {timeout_seconds:g} s (trainer.stop_timeout_seconds); a "
             "second SIGTERM stops the run immediately"
         )
         self._made.set()
-        self._deadline = loop.call_later(timeout_seconds, self.end)
+        self._deadline = loop.call_later(timeout_seconds, self._interrupt)

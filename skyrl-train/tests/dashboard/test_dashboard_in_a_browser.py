@@ -203,7 +203,7 @@ def test_tokens_are_colored_and_environments_render_html(browser: Any, tmp_path:
         context.close()
 
 
-def test_runs_of_one_script_are_told_apart(browser: Any, tmp_path: Path):
+def test_list_shows_differing_settings_as_columns(browser: Any, tmp_path: Path):
     """Columns are the settings that differ, titles name them, and a view is saved in the address."""
     for folder, seed, lr in (("a", 1, 1e-5), ("b", 2, 1e-5), ("c", 1, 1e-4), ("d", 2, 1e-4)):
         write_run(tmp_path / folder, name="sweep", seed=seed, lr=lr)
@@ -232,7 +232,7 @@ def test_runs_of_one_script_are_told_apart(browser: Any, tmp_path: Path):
         assert legend.inner_text().count("2 seeds") == 2 and "seed=" not in legend.inner_text()
 
 
-def test_two_thousand_steps_of_512_samples_are_shown_in_little_memory(browser: Any, tmp_path: Path):
+def test_pages_of_large_run_stay_within_memory(browser: Any, tmp_path: Path):
     rng = random.Random(0)
     run = write_run(tmp_path / "long", 1, total=2000)
     names = [f"group{index % 12}/metric_{index}" for index in range(150)]

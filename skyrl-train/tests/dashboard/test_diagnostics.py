@@ -32,7 +32,7 @@ def test_page_shows_recorded_diagnostics(tmp_path: Path):
     assert Diagnostic(**{name: found[name] for name in vars(RECORDED)} | {"settings": ("a=1",)}) == RECORDED
 
 
-def test_list_names_diagnostics_once_as_they_happen(tmp_path: Path):
+def test_list_contains_each_diagnostic_once(tmp_path: Path):
     run = write_run(tmp_path / "run", 3)
     catalog = Catalog(RunsFolder(tmp_path), Defaults())
     assert catalog.get_row("run")["diagnostics"] == []
@@ -49,7 +49,7 @@ def test_terminal_shows_evidence(tmp_path: Path):
     assert RECORDED.name in text and RECORDED.evidence in text
 
 
-def test_run_without_record_is_judged_by_its_metrics(tmp_path: Path):
+def test_unrecorded_diagnostics_are_computed_from_metrics(tmp_path: Path):
     run = write_run(tmp_path / "cut", 0)
     for step in range(1, 7):
         run.append_metrics(step, {"reward/avg_raw_reward": 0.5, "generate/stop_reason/length": 0.5})

@@ -93,15 +93,6 @@ def vary(**changes: Callable[[float, int, random.Random], float]) -> Change:
     return change
 
 
-def add(**values: float) -> Change:
-    """Set metrics by their whole names."""
-
-    def change(row: Row, step: int, noise: random.Random) -> None:
-        row.update(values)
-
-    return change
-
-
 def asynchronous(row: Row, step: int, noise: random.Random) -> None:
     row["generate/weight_version_lag_mean"] = clip(noise.gauss(1.5, 0.5), 0, 4)
     row["policy/rollout_train_ess"] = clip(noise.gauss(0.955, 0.012), 0.91, 1)
@@ -196,7 +187,7 @@ def shrink(value: float, step: int, noise: random.Random) -> float:
     return 0.2 * value
 
 
-MISMATCH = {"policy/rollout_train_ess": 0.7, "policy/rollout_train_logprobs_abs_diff_mean": 0.4}
+MISMATCH = set_to(rollout_train_ess=0.7, rollout_train_logprobs_abs_diff_mean=0.4)
 DEAD = set_to(avg_raw_reward=0, avg_pass_at_8=0, zero_variance_share=1, grad_norm=0)
 LITTLE = set_to(avg_raw_reward=0.08, avg_pass_at_8=1)
 
@@ -231,6 +222,6 @@ FAILURES: dict[str, Failure] = {
     "a third of rollouts fail": Failure("rollout-failures", 11, set_to(failed_share=0.34)),
     "few prompts": Failure("few-prompts", 1, set_to(distinct_prompts_share=0.06)),
     "stale weights": Failure("stale-weights", 8, set_to(weight_version_lag_mean=6, rollout_train_ess=0.6)),
-    "engine differs": Failure("engine-mismatch", 13, add(**MISMATCH)),
+    "engine differs": Failure("engine-mismatch", 13, MISMATCH),
     "loss diverges": Failure("loss-divergence", 21, vary(loss=rise), supervised),
 }  # fmt: skip

@@ -25,7 +25,7 @@ def test_healthy_run_has_no_diagnostic(name: str):
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_planted_failure_is_found_soon_and_never_before(name: str):
+def test_planted_failure_is_detected_within_delay(name: str):
     failure = FAILURES[name]
     for seed in SEEDS:
         found = watch(build_run(failure.change, seed))
@@ -33,7 +33,7 @@ def test_planted_failure_is_found_soon_and_never_before(name: str):
         assert own and own[0].step <= failure.onset + failure.delay, found[:3]
         assert min(diagnostic.step for diagnostic in found) >= failure.onset, found[0]
         assert abs(own[0].onset - failure.onset) <= failure.delay
-        assert own[0].evidence and own[0].advice and own[0].page.startswith(PAGE)
+        assert own[0].evidence and own[0].advice and own[0].page == PAGE
 
 
 def test_each_rule_has_planted_failure():
@@ -48,7 +48,7 @@ def test_short_run_has_no_diagnostic(number: int):
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_rule_is_documented(rule, pytestconfig: pytest.Config):
-    assert f"| `{rule.name}` |" in (pytestconfig.rootpath / PAGE).read_text()
+    assert f"| `{rule.name}` |" in (pytestconfig.rootpath / PAGE.partition("#")[0]).read_text()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

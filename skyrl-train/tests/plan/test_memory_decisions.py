@@ -133,7 +133,9 @@ def test_policy_and_reference_keep_shared_device_without_engines():
         ("rtx4090", SMALL, {}, True),
     ],
 )
-def test_activations_are_stored_where_they_fit(device: str, model: ModelShape, overrides: dict[str, Any], is_on: bool):
+def test_checkpointing_is_off_if_activations_fit(
+    device: str, model: ModelShape, overrides: dict[str, Any], is_on: bool
+):
     cfg = run(**AUTO, **overrides)
     shapes, gpu = {"policy": model}, find_device(device)
     decision = decide_memory(cfg, shapes, gpu)

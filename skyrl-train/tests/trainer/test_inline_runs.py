@@ -11,10 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from skyrl_train import trainer
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import WorkerError
+from skyrl_train.memory_plan.decisions import CHECKPOINTING, OFFLOAD, MemoryDecision
+from skyrl_train.models import causal_lm
 from skyrl_train.orchestration.inline_launcher import model_thread
 from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend
 from skyrl_train.utils.run_folder import RunFolder
@@ -117,6 +120,18 @@ def test_offload_mode_moves_its_part_and_keeps_results(
     for steps, own_weights in others:
         assert steps == expected
         assert weights and all(torch.equal(own_weights[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_workers_use_chosen_checkpointing(settings: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_on: bool):
+    """The planner chooses on GPUs alone: its choice is given here."""
+    enabled: list[object] = []
+    monkeypatch.setattr(causal_lm, "enable_gradient_checkpointing", lambda model, **_: enabled.append(model))
+    chosen = MemoryDecision({OFFLOAD: "all", CHECKPOINTING: is_on}, {CHECKPOINTING: "given"})
+    monkeypatch.setattr(trainer, "decide_memory_of_run", lambda cfg: chosen)
+    cfg = settings(tmp_path, {"trainer": {"gradient_checkpointing": "auto", "max_training_steps": 1}})
+    BasePPOExp(cfg).run()
+    assert bool(enabled) == is_on
 
 
 class Stops(DifferentCharacters):

@@ -81,7 +81,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_planted_failure_of_real_run_is_named(name: str, settings: Any, run: Any, chat_model: str, tmp_path: Path):
+def test_failure_of_real_run_is_diagnosed(name: str, settings: Any, run: Any, chat_model: str, tmp_path: Path):
     changes, expected = FAILURES[name]
     files = {
         "model": chat_model,

@@ -4,7 +4,7 @@ import { palette } from "./dom.js";
 const PLACES = /(path|dir|directory|_data|run_name|model_name|project_name|logger|tags|hooks)$/;
 const SEED = "trainer.seed";
 
-/** The settings in which runs differ, the rarest values last; of one run those that differ from the defaults. */
+/** The settings in which runs differ; of one run those that differ from the defaults. */
 export function differing(runs) {
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.changed ?? {})))].filter((key) => !PLACES.test(key));
   if (runs.length < 2) return keys;
@@ -17,9 +17,13 @@ export function shortNames(keys) {
   return new Map(keys.map((key) => [key, keys.some((other) => other !== key && last(other, 1) === last(key, 1)) ? last(key, 2) : last(key, 1)]));
 }
 
-/** The value of a setting that another run has changed: the default, if this run has not. */
+/** The value of a setting that one of these runs has changed: the default, if this run has not. */
+export function settingOf(run, key, runs = [run]) {
+  return key in (run.changed ?? {}) ? run.changed[key] : runs.find((other) => key in (other.defaults ?? {}))?.defaults[key];
+}
+
 export function valueText(run, key, runs = [run]) {
-  const value = run.changed?.[key] ?? runs.find((other) => key in (other.defaults ?? {}))?.defaults[key];
+  const value = settingOf(run, key, runs);
   if (typeof value === "number" && value !== 0 && Math.abs(value) < 0.001) return value.toExponential();
   return value === undefined ? "default" : typeof value === "string" ? value : JSON.stringify(value);
 }

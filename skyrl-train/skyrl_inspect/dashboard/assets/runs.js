@@ -1,6 +1,6 @@
 // The list of runs.
 import { api, badge, duration, el, moment, number, palette, svg, walkable } from "./dom.js";
-import { differing, shadeOf, shortNames, valueText } from "./identity.js";
+import { differing, settingOf, shadeOf, shortNames, valueText } from "./identity.js";
 
 const STATES = ["running", "finished", "failed", "stopped", "silent"];
 
@@ -36,14 +36,14 @@ const SORTS = {
   Run: (run) => run.name, State: (run) => run.state, Progress: (run) => run.step ?? -1, Last: (run) => run.curve[1].at(-1) ?? -Infinity,
 };
 function compareBy(sort, runs) {
-  const value = SORTS[sort] ?? ((run) => run.changed[sort] ?? runs.find((other) => sort in other.defaults)?.defaults[sort] ?? -Infinity);
+  const value = SORTS[sort] ?? ((run) => settingOf(run, sort, runs) ?? -Infinity);
   return (a, b) => {
     const [x, y] = [value(a), value(b)];
     return typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y), undefined, { numeric: true });
   };
 }
 
-function row(run, picked, onPick, columns, rest, all) {
+function row(run, picked, onPick, columns, names, rest, all) {
   const href = `#/run/${encodeURIComponent(run.run)}/curves`;
   const done = run.total ? Math.min(1, (run.step ?? 0) / run.total) : null;
   const box = el("input", { type: "checkbox", "aria-label": `Compare ${run.name}`, onclick: (event) => event.stopPropagation(), onchange: (event) => onPick(run.run, event.target.checked) });
@@ -57,7 +57,7 @@ function row(run, picked, onPick, columns, rest, all) {
     el("td", {}, run.step === null ? el("span", { class: "quiet" }, "–") : el("span", { class: "number" }, run.total ? `${run.step} / ${run.total}` : String(run.step)), done === null ? null : el("div", { class: "bar" }, el("i", { style: { width: `${100 * done}%` } }))),
     el("td", { title: run.metric ?? "" }, spark(run.curve)),
     el("td", { class: "number" }, number(run.curve[1].at(-1), 3), el("div", { class: "quiet small" }, run.metric ? short(run.metric) : "")),
-    columns.map((key) => el("td", { class: "mono", title: key }, el("span", { class: "label" }, `${short(key)}=`), valueText(run, key, all).slice(0, 40))),
+    columns.map((key) => el("td", { class: "mono", title: key }, el("span", { class: "label" }, `${names.get(key)}=`), valueText(run, key, all).slice(0, 40))),
     el("td", {}, changes(run, rest)),
   );
 }
@@ -95,7 +95,7 @@ export async function runsPage({ query }, main) {
     const names = shortNames(columns);
     head.replaceChildren(title(""), title("Run", "Run"), title("State", "State"), title("Progress", "Progress"), title("Reward"), title("Last", "Last"), ...columns.map((key) => title(names.get(key), key, key)), title(rows.length < 2 ? "Settings that differ from the defaults" : "Other settings in which these runs differ"));
     const focused = [...body.children].indexOf(document.activeElement);
-    body.replaceChildren(...rows.map((run) => row(run, picked, pick, columns, keys.slice(columns.length), data.runs)));
+    body.replaceChildren(...rows.map((run) => row(run, picked, pick, columns, names, keys.slice(columns.length), data.runs)));
     if (focused >= 0) body.children[focused]?.focus();
     count.textContent = `${rows.length} of ${data.runs.length} in ${data.folder}`;
     table.hidden = !data.runs.length;
